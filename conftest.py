@@ -1,0 +1,26 @@
+"""Settings that every test shares: strict dtypes and ranks, eight host devices."""
+
+import jax
+import pytest
+
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def _gpu_reason() -> str:
+    """Why GPU tests cannot run here, or nothing."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return "needs an NVIDIA GPU; torch sees none"
+    if torch.cuda.get_device_capability() < (8, 9):
+        return f"needs compute capability 8.9; got {torch.cuda.get_device_capability()}"
+    return ""
+
+
+def pytest_collection_modifyitems(items):
+    gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if gpu and (reason := _gpu_reason()):
+        for item in gpu:
+            item.add_marker(pytest.mark.skip(reason=reason))
