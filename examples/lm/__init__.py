@@ -1,0 +1,1 @@
+"""A small byte-level GPT, trained with the same numbers in JAX and in PyTorch."""
