@@ -1,0 +1,3 @@
+"""Flax modules whose products run in FP8 under `autocast`."""
+
+from .dense import Dense as Dense

@@ -1,0 +1,62 @@
+"""Dense: the linear layer. With FP8 off it is `flax.linen.Dense`, bit for bit."""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax.numpy as jnp
+
+from .._typing import AnyFloat
+from .state import fp8_product, init_state, path_of
+
+
+class Dense(nn.Dense):
+    """Linear layer in FP8 under `autocast`: `y [*m,n] = x [*m,k] @ kernel [k,n] + bias`.
+
+    A drop-in `flax.linen.Dense`: same fields, parameters and initial values. With FP8
+    off it is that layer. With FP8 on, operands are cast with the scales in the
+    collection `fp8_scaling`, products accumulate in float32 or wider and are rounded
+    once, after the bias, to `dtype`. `precision` then has no meaning.
+
+    Raises:
+        FP8StateError: Under autocast, the variables have no state for this module.
+        TypeError: The state's history length is not the recipe's.
+        ValueError: `dot_general` or `dot_general_cls` is set.
+
+    Source: `transformer_engine.pytorch.Linear`.
+
+    >>> import jax
+    >>> from jax_fp8 import DelayedScaling, autocast
+    >>> x = jnp.ones((2, 16))
+    >>> with autocast(recipe=DelayedScaling(amax_history_len=4)):
+    ...     variables = Dense(16).init(jax.random.key(0), x)
+    ...     y, updates = Dense(16).apply(variables, x, mutable=["fp8_scaling"])
+    >>> y.shape, updates["fp8_scaling"]["input"].amax_history
+    ((2, 16), Array([1., 0., 0., 0.], dtype=float32))
+    """
+
+    @nn.compact
+    def __call__(self, inputs: AnyFloat) -> AnyFloat:
+        """Returns `[*m, features]` for inputs `[*m, k]`."""
+        refuse_dot_general(self)
+        autocast = init_state(self)
+        if autocast is None:
+            return super().__call__(inputs)
+        shape = (jnp.shape(inputs)[-1], self.features)
+        kernel = self.param("kernel", self.kernel_init, shape, self.param_dtype)
+        bias = None
+        if self.use_bias:
+            bias = self.param("bias", self.bias_init, shape[-1:], self.param_dtype)
+        inputs, kernel, bias = self.promote_dtype(
+            inputs, kernel, bias, dtype=self.dtype
+        )
+        return fp8_product(self, autocast, inputs, kernel, bias)
+
+
+def refuse_dot_general(module: nn.Module) -> None:
+    """An FP8 layer has its own product; another one would be dropped silently."""
+    if module.dot_general is not None or module.dot_general_cls is not None:
+        raise ValueError(
+            f"`{path_of(module)}` is an fp8 layer with its own FP8 product and got "
+            "`dot_general` or `dot_general_cls`. Leave them out here, or give "
+            "`dot_general_cls=fp8.DotGeneral` to the flax.linen layer instead"
+        )

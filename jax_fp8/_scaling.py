@@ -1,0 +1,144 @@
+"""Scaling state: what one FP8 tensor remembers between steps.
+
+The write slot `amax_history[0]` collects the largest amax of the running step; `update`
+turns the history into the scale of the next step and opens a new slot.
+
+Amaxes are compared by their bits. For non-negative floats the order of the bits, read
+as unsigned integers, is the order of the values, and it also holds for subnormals,
+which XLA on CPU treats as 0 in float arithmetic.
+"""
+
+from __future__ import annotations
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ._recipe import DelayedScaling
+from ._typing import Array, History, Scalar
+
+_F32_MAX = float(jnp.finfo(jnp.float32).max)
+_F32_TINY = float(jnp.finfo(jnp.float32).tiny)
+_INF_BITS = 0x7F800000
+_MANTISSA_BITS = 0x007FFFFF
+
+
+@flax.struct.dataclass
+class ScalingState:
+    """Delayed-scaling state of one tensor.
+
+    Args:
+        scale: Quantisation scale, float32 `()`: `q = cast(x * scale)`.
+        amax_history: float32 `[h]`. Entry 0 is the write slot of the running step, the
+            last entry the newest finished step (the layout of transformer_engine).
+    """
+
+    # Plain arrays: shape-annotated fields fail under vmap, stacking and eval_shape.
+    scale: jax.Array
+    amax_history: jax.Array
+
+
+def init_scaling(amax_history_len: int) -> ScalingState:
+    """Returns the state of a tensor that was never observed: scale 1, history 0.
+
+    >>> init_scaling(2)
+    ScalingState(scale=Array(1., dtype=float32), \
+amax_history=Array([0., 0.], dtype=float32))
+    """
+    return ScalingState(
+        scale=jnp.ones((), jnp.float32),
+        amax_history=jnp.zeros((amax_history_len,), jnp.float32),
+    )
+
+
+def observe(state: ScalingState, amax: Scalar) -> ScalingState:
+    """Records `amax[()]` in the write slot: the running maximum, never a sum.
+
+    >>> state = observe(observe(init_scaling(2), jnp.float32(3)), jnp.float32(2))
+    >>> state.amax_history
+    Array([3., 0.], dtype=float32)
+    """
+    history = state.amax_history
+    slot = float_from_bits(jnp.maximum(float_bits(history[0]), float_bits(amax)))
+    return ScalingState(state.scale, history.at[0].set(slot))
+
+
+def update(state: ScalingState, recipe: DelayedScaling, fp8_max: float) -> ScalingState:
+    """Ends a step: the history becomes the scale of the next step::
+
+        amax  = amax_compute_algo(amax_history)
+        scale = (fp8_max * 2**-margin) / amax
+
+    A tensor whose write slot is 0 did not run (or was all zero) and is returned bit for
+    bit unchanged. An `amax` that is 0 or not finite keeps the scale; an infinite
+    result becomes the largest float32, and one below the smallest normal float32
+    becomes that, since a scale of 0 could not be inverted.
+
+    Args:
+        state: State with scale `()` and amax_history `[h]`.
+        recipe: Margin and algorithms.
+        fp8_max: Largest finite value of the tensor's FP8 format, 448 or 57344.
+
+    Returns:
+        The state of the next step, its write slot 0.
+
+    Source: transformer_engine, `delayed_scaling.cu` (the fused update).
+
+    >>> state = observe(init_scaling(4), jnp.float32(2))
+    >>> update(state, DelayedScaling(amax_history_len=4), 448.0)
+    ScalingState(scale=Array(224., dtype=float32), \
+amax_history=Array([0., 0., 0., 2.], dtype=float32))
+    """
+    history = state.amax_history
+    amax = _reduce_history(history, recipe)
+    scale = _new_scale(amax, state.scale, fp8_max, recipe)
+    keep = (float_bits(amax) == 0) | (float_bits(amax) >= _INF_BITS)
+    scale = jnp.where(keep | jnp.isnan(scale), state.scale, scale)
+    rolled = jnp.roll(history, -1).at[0].set(0.0)
+    ran = float_bits(history[0]) != 0
+    return ScalingState(
+        scale=jnp.where(ran, scale, state.scale),
+        amax_history=jnp.where(ran, rolled, history),
+    )
+
+
+def float_bits(x: Array) -> Array:
+    """Bits of `|x|` as uint32: ordered like `|x|`, NaN above infinity."""
+    return lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0x7FFFFFFF)
+
+
+def float_from_bits(bits: Array) -> Array:
+    """The float32 with these bits."""
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _reduce_history(history: History, recipe: DelayedScaling) -> Scalar:
+    algo = recipe.amax_compute_algo
+    if callable(algo):
+        return jnp.asarray(algo(history), jnp.float32).reshape(())
+    if algo == "most_recent":
+        return history[0]
+    bits = float_bits(history)
+    return float_from_bits(jnp.max(jnp.where(bits > _INF_BITS, 0, bits)))
+
+
+def _new_scale(
+    amax: Scalar, scale: Scalar, fp8_max: float, recipe: DelayedScaling
+) -> Scalar:
+    algo = recipe.scaling_factor_compute_algo
+    if algo is not None:
+        new = jnp.asarray(algo(amax, scale, fp8_max, recipe), jnp.float32).reshape(())
+    else:
+        new = _divide(fp8_max * 2.0**-recipe.margin, amax)
+    return jnp.where(jnp.isnan(new), new, jnp.clip(new, _F32_TINY, _F32_MAX))
+
+
+def _divide(numerator: float, amax: Scalar) -> Scalar:
+    """IEEE `numerator / amax`, also where `amax` is subnormal (0 to XLA on CPU)."""
+    mantissa = (float_bits(amax) & _MANTISSA_BITS).astype(jnp.float32)
+    # amax = mantissa * 2**-149: powers of two move out of the division exactly.
+    subnormal = jnp.float32(numerator * 2.0**100) / mantissa * jnp.float32(2.0**49)
+    normal = jnp.float32(numerator) / amax
+    is_subnormal = float_bits(amax) <= _MANTISSA_BITS
+    return jnp.where(is_subnormal, subnormal, normal)

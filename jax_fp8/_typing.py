@@ -1,0 +1,26 @@
+"""The letters of the shapes, and the few array types of the package.
+
+A letter never changes its meaning: `m` rows (tokens), `k` the contracted axis, `n`
+columns (features), `b` batch axes of a batched product, `h` the amax history. `*m`
+stands for any number of such axes and `()` for a scalar.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+import jax
+from jaxtyping import Float, Float32, UInt8
+
+Array: TypeAlias = jax.Array
+Scalar: TypeAlias = Float32[Array, ""]
+History: TypeAlias = Float32[Array, "h"]
+# Two numbers: the gradient amax of the running step and the number of its uses.
+Tap: TypeAlias = Float32[Array, "2"]
+Codes: TypeAlias = UInt8[Array, "..."]
+AnyFloat: TypeAlias = Float[Array, "..."]
+
+DType: TypeAlias = Any
+Variables: TypeAlias = Mapping[str, Any]
+Path: TypeAlias = tuple[str, ...]
