@@ -1,0 +1,16 @@
+"""The examples are scripts beside a package `lm`; tests import it from there."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "examples"))
+
+
+@pytest.fixture(scope="session")
+def corpus():
+    from lm.data import load_corpus
+
+    return load_corpus()
