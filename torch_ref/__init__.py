@@ -1,0 +1,32 @@
+"""FP8 training with delayed scaling and exact activation recomputation, for PyTorch.
+
+The API is that of transformer_engine.pytorch where it has one: `import torch_ref as te`
+runs the same script, on the CPU too.
+"""
+
+from ._recipe import Format as Format
+from ._recipe import DelayedScaling as DelayedScaling
+from ._errors import FP8StateError as FP8StateError
+from ._errors import RecomputeMismatchError as RecomputeMismatchError
+from ._scaling import ScalingState as ScalingState
+from ._scaling import init_scaling as init_scaling
+from ._scaling import observe as observe
+from ._scaling import update as update
+from ._quantize import amax as amax
+from ._quantize import quantize as quantize
+from ._quantize import dequantize as dequantize
+from ._quantize import codes as codes
+from ._context import autocast as autocast
+from ._context import is_fp8_enabled as is_fp8_enabled
+from ._context import in_recompute_region as in_recompute_region
+from ._context import (
+    is_fp8_activation_recompute_enabled as is_fp8_activation_recompute_enabled,
+)
+from ._context import (
+    in_fp8_activation_recompute_phase as in_fp8_activation_recompute_phase,
+)
+from ._modules import Linear as Linear
+from ._regions import checkpoint as checkpoint
+from ._regions import (
+    get_activation_recompute_contexts as get_activation_recompute_contexts,
+)

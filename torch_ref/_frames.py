@@ -1,0 +1,158 @@
+"""Frames: where amaxes wait until a step of their direction ends.
+
+Modules never write an amax into a buffer. They put it into the frame of the outermost
+enabled autocast (forward) or of the running backward (gradients). A frame that ends
+well commits all its amaxes in one update; one that ends by an exception is dropped, and
+then the states are as before.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict
+from typing import TYPE_CHECKING, NamedTuple
+
+from ._scaling import running_max, update_
+
+if TYPE_CHECKING:
+    from ._recipe import DelayedScaling
+    from ._reduction import Reduction, Slot
+    from ._typing import Scalar, Scalars
+
+
+class Observation(NamedTuple):
+    """What one FP8 call saw of one tensor, and the recipe it ran under."""
+
+    recipe: DelayedScaling
+    amax: Scalar
+
+
+class Frame:
+    """Observations of one autocast, of one region within it, or of one backward.
+
+    Args:
+        parent: The frame that this one is merged into, for a region's first forward.
+    """
+
+    def __init__(self, parent: Frame | None = None) -> None:
+        self.open = True
+        self._root = self if parent is None else parent._root
+        self._seen: dict[Slot, list[Observation]] = {}
+
+    @property
+    def is_root_open(self) -> bool:
+        """Whether the autocast that will commit these observations is still open."""
+        return self._root.open
+
+    @property
+    def has_seen(self) -> bool:
+        """Whether anything was observed."""
+        return bool(self._seen)
+
+    def observe(self, slot: Slot, amax: Scalar, recipe: DelayedScaling) -> None:
+        """Notes an amax; the maximum of all is taken at the commit."""
+        self._seen.setdefault(slot, []).append(Observation(recipe, amax))
+
+    def merge(self, child: Frame) -> None:
+        """Takes over what a region's first forward observed."""
+        for slot, seen in child.take().items():
+            self._seen.setdefault(slot, []).extend(seen)
+
+    def take(self) -> dict[Slot, list[Observation]]:
+        """Ends the frame and hands out what it saw; to drop it, drop the result."""
+        seen, self._seen, self.open = self._seen, {}, False
+        return seen
+
+    def commit(
+        self, recipe: DelayedScaling, reduction: Reduction | None, *, backward: bool
+    ) -> None:
+        """Ends the frame and updates, in one go, every state that it observed.
+
+        Args:
+            recipe: For modules that ran on other ranks only.
+            reduction: Over which ranks the amaxes are taken, None for this one alone.
+            backward: Whether these are output gradients.
+        """
+        seen = self.take()
+        slots = reduction.slots(backward=backward) if reduction is not None else []
+        reduced = len(slots)
+        slots += [slot for slot in seen if slot not in set(slots)]
+        if not slots:
+            return
+        place = {slot: position for position, slot in enumerate(slots)}
+        flat = [(place[slot], o.amax) for slot, calls in seen.items() for o in calls]
+        # A rank that ran nothing still joins in, with zeros.
+        zero = slots[0].module.scaling_state(slots[0].role).scale.new_zeros(())
+        positions, amaxes = zip(*[(0, zero), *flat], strict=True)
+        vector = running_max(list(amaxes), list(positions), len(slots))
+        if reduction is not None:
+            reduction.reduce(vector[:reduced])
+        _update(slots, vector, {slot: o[-1].recipe for slot, o in seen.items()}, recipe)
+
+
+class DiscardingFrame(Frame):
+    """The frame of a recompute: its first forward has observed all there is."""
+
+    def observe(self, slot: Slot, amax: Scalar, recipe: DelayedScaling) -> None:
+        """Observes nothing."""
+
+    def merge(self, child: Frame) -> None:
+        """Drops what a nested region observed."""
+        child.take()
+
+
+class BackwardFrame(Frame):
+    """Output gradients of one outermost backward; autograd ends it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._settings: tuple[DelayedScaling, Reduction | None] | None = None
+        self._forward_is_open = False
+
+    def join(
+        self, recipe: DelayedScaling, reduction: Reduction | None, forward: Frame | None
+    ) -> None:
+        """Registers an FP8 layer of this backward; the first one sets the recipe."""
+        if self._settings is None:
+            self._settings = (recipe, reduction)
+        if forward is not None:
+            self._forward_is_open |= forward.is_root_open
+
+    def end(self) -> None:
+        """Commits the gradients; called by autograd once the backward has succeeded."""
+        if self._settings is None:
+            return
+        self.commit(*self._settings, backward=True)
+        if self._forward_is_open:
+            warnings.warn(
+                "a backward ended while the autocast of its forward was still open; "
+                "forward scales move when the outermost enabled autocast exits, so an "
+                "autocast around the whole training loop never moves them. Open the "
+                "autocast once per step (if it closes before the next step, all is "
+                "well)",
+                UserWarning,
+                stacklevel=2,
+            )
+
+
+def _update(
+    slots: list[Slot],
+    amaxes: Scalars,
+    recipes: dict[Slot, DelayedScaling],
+    default: DelayedScaling,
+) -> None:
+    """Updates the states of `slots` with `amaxes[t]`, one call per kind of state."""
+    groups: dict[tuple, list[int]] = defaultdict(list)
+    for position, slot in enumerate(slots):
+        recipe = recipes.get(slot, default)
+        state = slot.module.scaling_state(slot.role)
+        kind = (recipe, len(state.amax_history), state.scale.device)
+        groups[kind].append(position)
+    for (recipe, *_), positions in groups.items():
+        update_(
+            [slots[p].module.scaling_state(slots[p].role) for p in positions],
+            amaxes,
+            positions,
+            [slots[p].fp8_max(recipe) for p in positions],
+            recipe,
+        )

@@ -1,0 +1,100 @@
+"""Quantised operands: the cast of a module as an operator of its own.
+
+Inside modules the cast is the operator `torch_ref::quantize` (on CUDA
+`torch_ref::cast_transpose`, one fused kernel), so that selective checkpointing can name
+it: `MUST_SAVE` keeps the FP8 codes, one byte per element, and recomputes the rest.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ._quantize import amax, cast_transpose, quantize
+from ._typing import Scalar, Tensor
+
+
+class Quantized(NamedTuple):
+    """One quantised tensor, all that GEMMs, observation and regions need of it.
+
+    Args:
+        q: FP8 `[m, k]`.
+        q_t: FP8 `[k, m]`, contiguous, where the GEMMs need both layouts (CUDA); on
+            the CPU the transposed view of `q`.
+        scale_inv: float32 `()`, `1 / scale`.
+        scale: float32 `()`, a copy of the scale that was used.
+        amax: float32 `()`, the amax of the tensor before the cast.
+    """
+
+    q: Tensor
+    q_t: Tensor
+    scale_inv: Tensor
+    scale: Tensor
+    amax: Tensor
+
+
+def quantize_2d(
+    x: Tensor, scale: Scalar, fp8_dtype: torch.dtype, *, cached: bool = False
+) -> Quantized:
+    """Quantises `x[m, k]` for the GEMMs and reports what was used.
+
+    Args:
+        x: `[m, k]`.
+        scale: float32 `()`; the result holds a copy, so that later updates in place
+            do not reach it.
+        fp8_dtype: Format of the codes.
+        cached: The result outlives the step (a weight kept over micro-batches). Such
+            casts are an operator of their own, because a recompute does not repeat
+            them and selective checkpointing counts calls per operator.
+    """
+    if x.is_cuda:
+        op = _cast_transpose_cached if cached else _cast_transpose
+        return Quantized(*op(x, scale, fp8_dtype))
+    op = _quantize_cached if cached else _quantize
+    q, scale_inv, scale, amax = op(x, scale, fp8_dtype)
+    return Quantized(q, q.t(), scale_inv, scale, amax)
+
+
+def _reference(
+    x: torch.Tensor, scale: torch.Tensor, fp8_dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    q = quantize(x, scale, fp8_dtype)
+    return q, scale.reciprocal(), scale.clone(), amax(x)
+
+
+def _both_layouts(
+    x: torch.Tensor, scale: torch.Tensor, fp8_dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    q, q_t, x_amax = cast_transpose(x, scale, fp8_dtype)
+    return q, q_t, scale.reciprocal(), scale.clone(), x_amax
+
+
+def _fake(
+    x: torch.Tensor, scale: torch.Tensor, fp8_dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    scalars = (torch.empty_like(scale) for _ in range(3))
+    return torch.empty_like(x, dtype=fp8_dtype), *scalars
+
+
+def _fake_both_layouts(
+    x: torch.Tensor, scale: torch.Tensor, fp8_dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    q, *scalars = _fake(x, scale, fp8_dtype)
+    return q, q.new_empty(q.shape[::-1]), *scalars
+
+
+_quantize = torch.library.custom_op("torch_ref::quantize", _reference, mutates_args=())
+_quantize_cached = torch.library.custom_op(
+    "torch_ref::quantize_cached", _reference, mutates_args=()
+)
+_cast_transpose = torch.library.custom_op(
+    "torch_ref::cast_transpose", _both_layouts, mutates_args=()
+)
+_cast_transpose_cached = torch.library.custom_op(
+    "torch_ref::cast_transpose_cached", _both_layouts, mutates_args=()
+)
+for _op in (_quantize, _quantize_cached):
+    _op.register_fake(_fake)
+for _op in (_cast_transpose, _cast_transpose_cached):
+    _op.register_fake(_fake_both_layouts)

@@ -1,0 +1,232 @@
+"""Scaling state: what one FP8 tensor remembers between steps.
+
+The write slot `amax_history[0]` collects the largest amax of the running step; `update`
+turns the history into the scale of the next step and opens a new slot. `update_` is
+the same law for many tensors at once, in place: a model has hundreds of states and one
+Python loop over them would cost more than the step's bookkeeping.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, cast
+
+import torch
+
+from ._recipe import AmaxComputeAlgo, DelayedScaling
+from ._typing import Histories, History, Scalar, Scalars, Tensor
+
+_F32 = torch.finfo(torch.float32)
+
+
+class ScalingState(NamedTuple):
+    """Delayed-scaling state of one tensor.
+
+    Args:
+        scale: Quantisation scale, float32 `()`: `q = cast(x * scale)`.
+        amax_history: float32 `[h]`. Entry 0 is the write slot of the running step, the
+            last entry the newest finished step (the layout of transformer_engine).
+    """
+
+    scale: Tensor
+    amax_history: Tensor
+
+
+def init_scaling(
+    amax_history_len: int, device: torch.device | str | None = None
+) -> ScalingState:
+    """Returns the state of a tensor that was never observed: scale 1, history 0.
+
+    >>> init_scaling(2)
+    ScalingState(scale=tensor(1.), amax_history=tensor([0., 0.]))
+    """
+    return ScalingState(
+        scale=torch.ones((), dtype=torch.float32, device=device),
+        amax_history=torch.zeros(amax_history_len, dtype=torch.float32, device=device),
+    )
+
+
+def observe(state: ScalingState, amax: Scalar) -> ScalingState:
+    """Records `amax[()]` in the write slot: the running maximum, never a sum.
+
+    >>> state = observe(observe(init_scaling(2), torch.tensor(3.0)), torch.tensor(2.0))
+    >>> state.amax_history
+    tensor([3., 0.])
+    """
+    history = state.amax_history.clone()
+    history[0] = torch.maximum(history[0], amax)
+    return ScalingState(state.scale, history)
+
+
+def update(state: ScalingState, recipe: DelayedScaling, fp8_max: float) -> ScalingState:
+    """Ends a step: the history becomes the scale of the next step.
+
+    The equation::
+
+        amax  = amax_compute_algo(amax_history)
+        scale = (fp8_max * 2**-margin) / amax
+
+    A tensor whose write slot is 0 did not run (or was all zero) and is returned bit for
+    bit unchanged. An `amax` that is 0 or not finite keeps the scale; an infinite
+    result becomes the largest float32, and one below the smallest normal float32
+    becomes that, since a scale of 0 could not be inverted.
+
+    Args:
+        state: State with scale `()` and amax_history `[h]`.
+        recipe: Margin and algorithms.
+        fp8_max: Largest finite value of the tensor's FP8 format, 448 or 57344.
+
+    Returns:
+        The state of the next step, its write slot 0.
+
+    Source: transformer_engine, `delayed_scaling.cu` (the fused update).
+
+    >>> state = observe(init_scaling(4), torch.tensor(2.0))
+    >>> update(state, DelayedScaling(amax_history_len=4), 448.0)
+    ScalingState(scale=tensor(224.), amax_history=tensor([0., 0., 0., 2.]))
+    """
+    scales, histories = _next_states(
+        state.scale.reshape(1),
+        state.amax_history.unsqueeze(0),
+        state.scale.new_tensor([fp8_max]),
+        recipe,
+    )
+    return ScalingState(scales[0], histories[0])
+
+
+def resize_history(history: History, amax_history_len: int) -> History:
+    """Returns a history of another length; the newest entries and the slot survive.
+
+    >>> resize_history(torch.tensor([0.0, 1.0, 2.0, 3.0]), 3)
+    tensor([0., 2., 3.])
+    >>> resize_history(torch.tensor([0.0, 1.0]), 4)
+    tensor([0., 0., 0., 1.])
+    """
+    resized = history.new_zeros(amax_history_len)
+    resized[0] = history[0]
+    kept = min(len(history), amax_history_len) - 1
+    if kept:
+        resized[-kept:] = history[-kept:]
+    return resized
+
+
+def update_(
+    states: list[ScalingState],
+    amaxes: Scalars,
+    positions: list[int],
+    fp8_max: list[float],
+    recipe: DelayedScaling,
+) -> None:
+    """Observes `amaxes[positions]` in the states of one history length and updates.
+
+    In place, so that buffers stay the tensors they are. One opaque operator: a commit
+    inside a checkpointed region runs in the first forward only, and selective
+    checkpointing would count its operators against those of the recompute.
+    """
+    scales = [state.scale for state in states]
+    histories = [state.amax_history for state in states]
+    algo = recipe.amax_compute_algo
+    if callable(algo) or recipe.scaling_factor_compute_algo is not None:
+        _write(scales, histories, amaxes, positions, fp8_max, recipe)
+    else:
+        _update_op(scales, histories, amaxes, positions, fp8_max, recipe.margin, algo)
+
+
+@torch.library.custom_op("torch_ref::running_max", mutates_args=())
+def running_max(
+    amaxes: list[torch.Tensor], positions: list[int], size: int
+) -> torch.Tensor:
+    """The vector `[size]` whose entry p is the maximum of the amaxes at position p."""
+    flat = torch.stack([amax.to(amaxes[0].device) for amax in amaxes])
+    index = torch.tensor(positions, device=flat.device)
+    return flat.new_zeros(size).scatter_reduce(0, index, flat, "amax")
+
+
+@torch.library.custom_op("torch_ref::update", mutates_args=("scales", "histories"))
+def _update_op(
+    scales: list[torch.Tensor],
+    histories: list[torch.Tensor],
+    amaxes: torch.Tensor,
+    positions: list[int],
+    fp8_max: list[float],
+    margin: int,
+    amax_compute_algo: str,
+) -> None:
+    recipe = DelayedScaling(
+        margin=margin, amax_compute_algo=cast("AmaxComputeAlgo", amax_compute_algo)
+    )
+    _write(scales, histories, amaxes, positions, fp8_max, recipe)
+
+
+@running_max.register_fake
+def _(amaxes: list[torch.Tensor], positions: list[int], size: int) -> torch.Tensor:
+    del positions
+    return amaxes[0].new_empty(size)
+
+
+@_update_op.register_fake
+def _(*args: object) -> None:
+    del args
+
+
+def _write(
+    scales: list[Tensor],
+    histories: list[Tensor],
+    amaxes: Scalars,
+    positions: list[int],
+    fp8_max: list[float],
+    recipe: DelayedScaling,
+) -> None:
+    observed = torch.stack(histories)
+    index = torch.tensor(positions, device=amaxes.device)
+    amaxes = amaxes[index].to(observed.device)
+    observed[:, 0] = torch.maximum(observed[:, 0], amaxes)
+    new_scales, new_histories = _next_states(
+        torch.stack(scales), observed, amaxes.new_tensor(fp8_max), recipe
+    )
+    for scale, new in zip(scales, new_scales.unbind(), strict=True):
+        scale.copy_(new)
+    for history, new in zip(histories, new_histories.unbind(), strict=True):
+        history.copy_(new)
+
+
+def _next_states(
+    scales: Scalars, histories: Histories, fp8_max: Scalars, recipe: DelayedScaling
+) -> tuple[Scalars, Histories]:
+    amax = _reduce_history(histories, recipe)
+    scale = _new_scale(amax, scales, fp8_max, recipe)
+    keep = (amax == 0) | ~torch.isfinite(amax) | scale.isnan()
+    rolled = histories.roll(-1, dims=1)
+    rolled[:, 0] = 0.0
+    # NaN != 0: a NaN in a loaded history counts as an observation and rolls away.
+    ran = histories[:, 0] != 0
+    return (
+        torch.where(ran & ~keep, scale, scales),
+        torch.where(ran.unsqueeze(1), rolled, histories),
+    )
+
+
+def _reduce_history(histories: Histories, recipe: DelayedScaling) -> Scalars:
+    algo = recipe.amax_compute_algo
+    if callable(algo):
+        return torch.stack([_scalar(algo(row), row) for row in histories.unbind()])
+    if algo == "most_recent":
+        return histories[:, 0]
+    return torch.where(histories.isnan(), 0.0, histories).amax(dim=1)
+
+
+def _new_scale(
+    amax: Scalars, scales: Scalars, fp8_max: Scalars, recipe: DelayedScaling
+) -> Scalars:
+    algo = recipe.scaling_factor_compute_algo
+    if algo is not None:
+        rows = zip(amax.unbind(), scales.unbind(), fp8_max.tolist(), strict=True)
+        new = torch.stack([_scalar(algo(a, s, m, recipe), a) for a, s, m in rows])
+    else:
+        # Tensor by tensor: `448.0 / t` computes `t.reciprocal() * 448.0` in torch, and
+        # a quarter of the scales would come out one ulp off.
+        new = fp8_max * 2.0**-recipe.margin / amax
+    return new.clamp(_F32.tiny, _F32.max)
+
+
+def _scalar(value: Tensor | float, like: Tensor) -> Scalar:
+    return torch.as_tensor(value, dtype=torch.float32, device=like.device).reshape(())
