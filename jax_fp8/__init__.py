@@ -1,53 +1,67 @@
 """FP8 training with delayed scaling and exact activation recomputation, for Flax.
 
-Scaling:     Format, DelayedScaling, ScalingState, init_scaling, observe, update
-Casting:     amax, quantize, dequantize, codes
-Where:       autocast and the four queries, recompute_region, recompute_phase
-Modules:     Dense
-Recompute:   remat, checkpoint_policies, region_forward, region_backward
-Training:    value_and_grad, update_scaling, skip_update
+Table of contents, in reading order. A file imports only from files above it.
 """
 
+# ruff: noqa: I001  (reading order, not the alphabet)
+
+# The recipe, and what is wrong when something is.
+from ._recipe import DelayedScaling, Format
+from ._errors import FP8StateError, RecomputeMismatchError
+
+# The law: scaling state, cast.
+from ._scaling import ScalingState, init_scaling, observe, update
+from ._quantize import amax, codes, dequantize, quantize
+
+# Where FP8 is on; regions.
+from ._context import (
+    autocast,
+    in_fp8_activation_recompute_phase,
+    in_recompute_region,
+    is_fp8_activation_recompute_enabled,
+    is_fp8_enabled,
+    recompute_phase,
+    recompute_region,
+)
+
+# Modules, and the collections that hold their state.
+from ._modules import COLLECTIONS, Dense
+
+# Recomputation.
+from ._regions import Ticket, region_backward, region_forward, remat
 from . import _policies as checkpoint_policies
-from ._context import (
-    autocast as autocast,
-)
-from ._context import (
-    in_fp8_activation_recompute_phase as in_fp8_activation_recompute_phase,
-)
-from ._context import (
-    in_recompute_region as in_recompute_region,
-)
-from ._context import (
-    is_fp8_activation_recompute_enabled as is_fp8_activation_recompute_enabled,
-)
-from ._context import (
-    is_fp8_enabled as is_fp8_enabled,
-)
-from ._context import (
-    recompute_phase as recompute_phase,
-)
-from ._context import (
-    recompute_region as recompute_region,
-)
-from ._errors import FP8StateError as FP8StateError
-from ._errors import RecomputeMismatchError as RecomputeMismatchError
-from ._modules import Dense as Dense
-from ._modules.state import COLLECTIONS as COLLECTIONS
-from ._quantize import amax as amax
-from ._quantize import codes as codes
-from ._quantize import dequantize as dequantize
-from ._quantize import quantize as quantize
-from ._recipe import DelayedScaling as DelayedScaling
-from ._recipe import Format as Format
-from ._regions import Ticket as Ticket
-from ._regions import region_backward as region_backward
-from ._regions import region_forward as region_forward
-from ._regions import remat as remat
-from ._scaling import ScalingState as ScalingState
-from ._scaling import init_scaling as init_scaling
-from ._scaling import observe as observe
-from ._scaling import update as update
-from ._training import skip_update as skip_update
-from ._training import update_scaling as update_scaling
-from ._training import value_and_grad as value_and_grad
+
+# Training.
+from ._training import skip_update, update_scaling, value_and_grad
+
+__all__ = [
+    "COLLECTIONS",
+    "DelayedScaling",
+    "Dense",
+    "FP8StateError",
+    "Format",
+    "RecomputeMismatchError",
+    "ScalingState",
+    "Ticket",
+    "amax",
+    "autocast",
+    "checkpoint_policies",
+    "codes",
+    "dequantize",
+    "in_fp8_activation_recompute_phase",
+    "in_recompute_region",
+    "init_scaling",
+    "is_fp8_activation_recompute_enabled",
+    "is_fp8_enabled",
+    "observe",
+    "quantize",
+    "recompute_phase",
+    "recompute_region",
+    "region_backward",
+    "region_forward",
+    "remat",
+    "skip_update",
+    "update",
+    "update_scaling",
+    "value_and_grad",
+]

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -261,7 +261,7 @@ class _Residuals(NamedTuple):
 
 
 def _fwd(
-    spec: Gemm, *args: jax.custom_derivatives.CustomVJPPrimal
+    spec: Gemm, *args: Any
 ) -> tuple[tuple[AnyFloat, Tap, Amaxes], _Residuals]:
     _check_tap_is_differentiated(spec, args)
     primals = jax.custom_derivatives.custom_vjp_primal_tree_values(args)
@@ -272,7 +272,7 @@ def _fwd(
 
 
 def _bwd(
-    spec: Gemm, residuals: _Residuals, cotangents: tuple[Array, Array, Amaxes]
+    spec: Gemm, residuals: _Residuals, cotangents: tuple[Any, Any, Any]
 ) -> tuple[Array, Array, Array | None, None, None, Array]:
     dy, d_tap, _ = (_materialize(c) for c in cotangents)
     x_codes, w_codes, scales = residuals
@@ -299,7 +299,7 @@ def _bwd(
 fp8_dot.defvjp(_fwd, _bwd, symbolic_zeros=True)
 
 
-def _check_tap_is_differentiated(spec: Gemm, args: tuple) -> None:
+def _check_tap_is_differentiated(spec: Gemm, args: tuple[Any, ...]) -> None:
     """Without a gradient for the tap, the gradient amax would be lost silently."""
     x, kernel, bias, _, _, tap = args
     differentiated = any(p.perturbed for p in jax.tree.leaves((x, kernel, bias)))
@@ -312,7 +312,7 @@ def _check_tap_is_differentiated(spec: Gemm, args: tuple) -> None:
         )
 
 
-def _materialize(cotangent: Array) -> Array:
+def _materialize(cotangent: Any) -> Any:
     if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
         return jnp.zeros(cotangent.shape, cotangent.dtype)
     return cotangent

@@ -80,7 +80,7 @@ save_fp8_operands = SaveNames((INPUT_NAME, KERNEL_NAME))
 the recompute has no cast and no amax."""
 
 save_fp8_dots = SaveNames((DOT_NAME,))
-"""Keeps the output of every FP8 product: the recompute casts, and multiplies nothing."""
+"""Keeps the output of every FP8 product: the recompute casts and multiplies nothing."""
 
 offload_fp8_operands = OffloadNames((INPUT_NAME, KERNEL_NAME))
 """`save_fp8_operands` in host memory."""

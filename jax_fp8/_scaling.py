@@ -65,7 +65,9 @@ def observe(state: ScalingState, amax: Scalar) -> ScalingState:
 
 
 def update(state: ScalingState, recipe: DelayedScaling, fp8_max: float) -> ScalingState:
-    """Ends a step: the history becomes the scale of the next step::
+    """Ends a step: the history becomes the scale of the next step.
+
+    With the recipe's margin and algorithms::
 
         amax  = amax_compute_algo(amax_history)
         scale = (fp8_max * 2**-margin) / amax

@@ -8,6 +8,7 @@ parameters only, and merges the amaxes into `updates`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -57,7 +58,8 @@ def value_and_grad(
 
     >>> import flax.linen as nn
     >>> from jax_fp8 import COLLECTIONS, Dense, autocast
-    >>> recipe, model, x = DelayedScaling(amax_history_len=2), Dense(16), np.ones((2, 16))
+    >>> recipe, model = DelayedScaling(amax_history_len=2), Dense(16)
+    >>> x = np.ones((2, 16), np.float32)
     >>> def loss_fn(variables, x):
     ...     with autocast(recipe=recipe):
     ...         y, updates = model.apply(variables, x, mutable=COLLECTIONS)
@@ -128,14 +130,17 @@ def update_scaling(
     def step(path: Path, layer: Layer) -> Layer:
         own = _recipe_of(path, recipes)
         tap = _finished_tap(path, layer[TAP])
-        fp8_max = {"output_grad": own.max_bwd}
-        return {TAP: tap} | {
-            role: over_stack(
-                lambda s, m=fp8_max.get(role, own.max_fwd): update(s, own, m),
-                layer[role],
-            )(layer[role])
-            for role in ROLES
+        fp8_max = {
+            "input": own.max_fwd,
+            "kernel": own.max_fwd,
+            "output_grad": own.max_bwd,
         }
+        new: Layer = {TAP: tap}
+        for role in ROLES:
+            state = layer[role]
+            one = functools.partial(update, recipe=own, fp8_max=fp8_max[role])
+            new[role] = over_stack(one, state)(state)
+        return new
 
     merged = {**variables, **updates}
     if SCALING in merged:
@@ -208,8 +213,8 @@ def _finished_tap(path: Path, tap: Array) -> Array:
     misused = tap[..., 1] > 1
     if not isinstance(tap, jax.core.Tracer) and np.any(misused):
         raise FP8StateError(
-            f"the state of `{'/'.join(path)}` was used {int(np.max(tap[..., 1]))} times "
-            "in a step without being threaded through: a loop closed over it, so its "
+            f"the state of `{'/'.join(path)}` was used {int(np.max(tap[..., 1]))} "
+            "times in a step, unthreaded: a loop closed over it, so its "
             "gradient amax would be a sum. Carry the collection through the loop "
             "(`fp8.scan`, or as part of the carry of `lax.scan`)"
         )

@@ -11,9 +11,11 @@ from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import jax
+import numpy as np
 from jaxtyping import Float, Float32, UInt8
 
-Array: TypeAlias = jax.Array
+# A restored checkpoint holds numpy arrays.
+Array: TypeAlias = jax.Array | np.ndarray
 Scalar: TypeAlias = Float32[Array, ""]
 History: TypeAlias = Float32[Array, "h"]
 # Two numbers: the gradient amax of the running step and the number of its uses.

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import flax.linen as nn
 import jax.numpy as jnp
+from flax.linen.dtypes import promote_dtype
 
-from .._typing import AnyFloat
+from jax_fp8._typing import AnyFloat
+
 from .state import fp8_product, init_state, path_of
 
 
 class Dense(nn.Dense):
-    """Linear layer in FP8 under `autocast`: `y [*m,n] = x [*m,k] @ kernel [k,n] + bias`.
+    """Linear layer, in FP8 under `autocast`: `y [*m,n] = x [*m,k] @ kernel + bias`.
 
     A drop-in `flax.linen.Dense`: same fields, parameters and initial values. With FP8
     off it is that layer. With FP8 on, operands are cast with the scales in the
@@ -33,6 +38,9 @@ class Dense(nn.Dense):
     >>> y.shape, updates["fp8_scaling"]["input"].amax_history
     ((2, 16), Array([1., 0., 0., 0.], dtype=float32))
     """
+
+    # Typed for run-time checks; the flax type is a protocol that cannot be checked.
+    promote_dtype: Callable[..., Any] = promote_dtype
 
     @nn.compact
     def __call__(self, inputs: AnyFloat) -> AnyFloat:

@@ -21,18 +21,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._context import (
+from jax_fp8._context import (
     AutocastKey,
     current_autocast,
     in_fp8_activation_recompute_phase,
     in_recompute_region,
 )
-from .._errors import FP8StateError, RecomputeMismatchError
-from .._gemm import Gemm, Scales, fp8_dot
-from .._quantize import E4M3, E5M2
-from .._recipe import Format
-from .._scaling import ScalingState, init_scaling, observe
-from .._typing import AnyFloat, Array, Codes, DType, Scalar
+from jax_fp8._errors import FP8StateError, RecomputeMismatchError
+from jax_fp8._gemm import Gemm, Scales, fp8_dot
+from jax_fp8._quantize import E4M3, E5M2
+from jax_fp8._recipe import Format
+from jax_fp8._scaling import ScalingState, init_scaling, observe
+from jax_fp8._typing import AnyFloat, Array, Codes, DType, Scalar
 
 SCALING = "fp8_scaling"
 RECOMPUTE = "fp8_recompute"

@@ -8,9 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._errors import FP8StateError
-from .._scaling import ScalingState, observe
-from .._typing import Array, Path, Variables
+from jax_fp8._errors import FP8StateError
+from jax_fp8._scaling import ScalingState, observe
+from jax_fp8._typing import Array, Path, Variables
+
 from .state import ROLES, SCALING, TAP, as_state
 
 Layer = dict[str, Any]
