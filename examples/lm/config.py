@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
+from typing import Literal
 
 
 class Framework(enum.StrEnum):
@@ -74,6 +75,7 @@ class RunConfig:
     clip: float = 1.0
     history: int = 16
     margin: int = 0
+    accumulation: Literal["default", "split", "exact"] = "default"
     stages: int = 2
     micro_batches: int = 4
     seed: int = 0

@@ -31,7 +31,11 @@ def make_recipe(config: RunConfig, mode: Mode) -> fp8.DelayedScaling | None:
     """The recipe of a mode; None for BF16."""
     if mode is Mode.BF16:
         return None
-    return fp8.DelayedScaling(margin=config.margin, amax_history_len=config.history)
+    return fp8.DelayedScaling(
+        margin=config.margin,
+        amax_history_len=config.history,
+        accumulation=config.accumulation,
+    )
 
 
 def make_optimizer(config: RunConfig) -> optax.GradientTransformation:
@@ -58,8 +62,8 @@ class JaxTrainer:
         self.pipeline = (
             Pipeline(self.model, config) if mode is Mode.FP8_TICKETS else None
         )
-        self._apply = jit(self._apply_gradients, donate_argnums=(0, 1))
-        self._step = jit(self._one_program, donate_argnums=0)
+        self._apply = jit(self._apply_gradients, donate_argnums=0)
+        self._step = jit(self.program, donate_argnums=0)
         self._evaluate = jit(self._loss)
         self._shares = jit(functools.partial(tensor_shares, self.model, self.recipe))
         self.compiled = None
@@ -152,7 +156,10 @@ class JaxTrainer:
         )
         return cross_entropy(logits, tokens[:, 1:]), updates
 
-    def _one_program(self, state: dict, tokens: jax.Array, lr: jax.Array):
+    def program(
+        self, state: dict, tokens: jax.Array, lr: jax.Array
+    ) -> tuple[dict, jax.Array]:
+        """The training step as a pure function: the next state and the loss."""
         variables = state["variables"]
         if self.recipe is None:
             params, updates = variables["params"], {}

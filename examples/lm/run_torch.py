@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 import torch_ref as te
 
 from .config import Mode, RunConfig
-from .model_torch import GPT, cross_entropy
+from .model_torch import GPT, Fp8Config, cross_entropy
 from .shares_torch import TensorShares
 from .weights import initial_weights, to_torch_names
 
@@ -31,7 +31,11 @@ def make_recipe(config: RunConfig, mode: Mode) -> te.DelayedScaling | None:
     """The recipe of a mode; None for BF16."""
     if mode is Mode.BF16:
         return None
-    return te.DelayedScaling(margin=config.margin, amax_history_len=config.history)
+    return te.DelayedScaling(
+        margin=config.margin,
+        amax_history_len=config.history,
+        accumulation=config.accumulation,
+    )
 
 
 class TorchTrainer:
@@ -46,7 +50,10 @@ class TorchTrainer:
             )
         self.config, self.recipe = config, make_recipe(config, mode)
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.model = GPT(config.model, self.recipe, checkpoint=mode is Mode.FP8_REMAT)
+        checkpoint = mode is Mode.FP8_REMAT
+        self.model = GPT(
+            config.model, Fp8Config(recipe=self.recipe, checkpoint=checkpoint)
+        )
         load_weights(self.model, initial_weights(config.model, config.seed))
         self.model.to(self.device)
         self.optimizer = torch.optim.AdamW(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import torch
-from torch import nn
 
 import torch_ref as te
+
+from .model_torch import GPT
 
 # Below half of the smallest subnormal a value rounds to 0: 2**-9, 2**-16.
 _TINY = {448.0: 2.0**-10, 57344.0: 2.0**-17}
@@ -16,14 +18,16 @@ _TINY = {448.0: 2.0**-10, 57344.0: 2.0**-17}
 class TensorShares:
     """Watches inputs, weights and output gradients of a model's FP8 layers."""
 
-    def __init__(self, model: nn.Module, recipe: te.DelayedScaling) -> None:
+    def __init__(self, model: GPT, recipe: te.DelayedScaling) -> None:
         self.model, self.recipe = model, recipe
         self.found: dict[str, dict[str, float]] = {}
 
     def measure(self, loss: Callable[[], torch.Tensor]) -> dict[str, dict[str, float]]:
         """Runs forward and backward of `loss`, then puts scales and gradients back."""
         buffers = {name: b.clone() for name, b in self.model.named_buffers()}
-        checkpoint, self.model.checkpoint = self.model.checkpoint, False
+        settings = [(block, block.fp8) for block in self.model.blocks()]
+        for block, fp8 in settings:
+            block.fp8 = dataclasses.replace(fp8, checkpoint=False)
         handles = [
             module.register_forward_hook(self._watch(name.replace(".", "/")))
             for name, module in self.model.named_modules()
@@ -34,7 +38,8 @@ class TensorShares:
         finally:
             for handle in handles:
                 handle.remove()
-            self.model.checkpoint = checkpoint
+            for block, fp8 in settings:
+                block.fp8 = fp8
             self.model.zero_grad(set_to_none=True)
             with torch.no_grad():
                 for name, b in self.model.named_buffers():
