@@ -4,6 +4,8 @@ The API is that of transformer_engine.pytorch where it has one: `import torch_re
 runs the same script, on the CPU too.
 """
 
+# ruff: noqa: I001  (the order is that of reading)
+
 from ._recipe import Format as Format
 from ._recipe import DelayedScaling as DelayedScaling
 from ._errors import FP8StateError as FP8StateError

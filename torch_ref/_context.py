@@ -42,14 +42,15 @@ class Settings:
         outer: The settings to return to.
     """
 
-    enabled: bool = False
-    recipe: DelayedScaling = DelayedScaling()
+    enabled: bool
+    recipe: DelayedScaling
     reduction: Reduction | None = None
     frame: Frame | None = None
     outer: Settings | None = None
 
 
-_settings: ContextVar[Settings] = ContextVar("fp8_settings", default=Settings())
+_OFF = Settings(enabled=False, recipe=DelayedScaling())
+_settings: ContextVar[Settings] = ContextVar("fp8_settings", default=_OFF)
 _activation: ContextVar[Activation | None] = ContextVar("fp8_region", default=None)
 
 

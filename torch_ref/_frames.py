@@ -36,13 +36,8 @@ class Frame:
 
     def __init__(self, parent: Frame | None = None) -> None:
         self.open = True
-        self._root = self if parent is None else parent._root
+        self.root: Frame = self if parent is None else parent.root
         self._seen: dict[Slot, list[Observation]] = {}
-
-    @property
-    def is_root_open(self) -> bool:
-        """Whether the autocast that will commit these observations is still open."""
-        return self._root.open
 
     @property
     def has_seen(self) -> bool:
@@ -116,7 +111,7 @@ class BackwardFrame(Frame):
         if self._settings is None:
             self._settings = (recipe, reduction)
         if forward is not None:
-            self._forward_is_open |= forward.is_root_open
+            self._forward_is_open |= forward.root.open
 
     def end(self) -> None:
         """Commits the gradients; called by autograd once the backward has succeeded."""

@@ -13,12 +13,12 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from .. import _engine
-from .._errors import FP8StateError
-from .._operands import Quantized
-from .._quantize import FP8_MAX, E4M3, amax
-from .._scaling import ScalingState, init_scaling, resize_history
-from .._typing import Tensor
+from torch_ref import _engine
+from torch_ref._errors import FP8StateError
+from torch_ref._operands import Quantized
+from torch_ref._quantize import FP8_MAX, E4M3, amax
+from torch_ref._scaling import ScalingState, init_scaling, resize_history
+from torch_ref._typing import Tensor
 
 FORWARD_ROLES = ("input", "weight")
 BACKWARD_ROLES = ("output_grad",)

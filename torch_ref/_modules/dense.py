@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import _context
-from .._typing import Tensor
+from torch_ref import _context
+from torch_ref._typing import Tensor
 from .base import Fp8Module
 from .function import Layer, linear
 

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from .. import _context
-from .._calls import Call
-from .._gemm import dgrad, fprop, wgrad
-from .._typing import Tensor
+from torch_ref import _context
+from torch_ref._calls import Call
+from torch_ref._gemm import dgrad, fprop, wgrad
+from torch_ref._typing import Tensor
 
 
 class Layer:

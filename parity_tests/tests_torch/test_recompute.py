@@ -1,0 +1,27 @@
+"""A recomputed run equals the plain one, to the bit, in every case of the table."""
+
+import pathlib
+
+import pytest
+import torch
+
+from parity_tests.tests_torch.cases import CASES, EQUAL, differences, logged
+
+ROWS = [(case, kind) for case in CASES for kind in case.kinds]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+
+
+@pytest.mark.bitwise
+@pytest.mark.filterwarnings("ignore:a backward ended while the autocast:UserWarning")
+@pytest.mark.parametrize(
+    ("case", "kind"), ROWS, ids=[f"{c.name}-{k}" for c, k in ROWS]
+)
+def test_equals_plain(case, kind):
+    plain = logged(case.name, "plain")
+    ours = logged(case.name, kind)
+    assert plain.moved()
+    assert differences(ours, plain) == []
