@@ -25,7 +25,16 @@ from ._context import (
 )
 
 # Modules, and the collections that hold their state.
-from ._modules import COLLECTIONS, Dense
+from ._modules import (
+    COLLECTIONS,
+    Dense,
+    DenseGeneral,
+    DotGeneral,
+    Einsum,
+    LayerNormDense,
+    LayerNormMLP,
+    TransformerLayer,
+)
 
 # Recomputation.
 from ._regions import Ticket, region_backward, region_forward, remat
@@ -38,11 +47,17 @@ __all__ = [
     "COLLECTIONS",
     "DelayedScaling",
     "Dense",
+    "DenseGeneral",
+    "DotGeneral",
+    "Einsum",
     "FP8StateError",
     "Format",
+    "LayerNormDense",
+    "LayerNormMLP",
     "RecomputeMismatchError",
     "ScalingState",
     "Ticket",
+    "TransformerLayer",
     "amax",
     "autocast",
     "checkpoint_policies",

@@ -119,7 +119,7 @@ def fp8_dot(
         spec: Static description.
         x: `[*b, *m, *k]`.
         kernel: `[*b, *k, *n]`.
-        bias: `[*n]` or None; joins before the one rounding of `y`.
+        bias: `[*b, *n]` or None; joins before the one rounding of `y`.
         kernel_codes: Codes of `kernel` under `scales.kernel`, where they exist.
         scales: Scales of the step.
         tap: The tap that came out of the layer's previous use in this step.
@@ -243,9 +243,8 @@ def _forward(
         amax_w = jnp.zeros((), jnp.float32)
     y = fprop(q_x, q_w, spec)
     if bias is not None:
-        y = y + lax.broadcast_in_dim(
-            declared(bias), y.shape, tuple(range(y.ndim - bias.ndim, y.ndim))
-        )
+        axes = (*range(spec.batch), *range(y.ndim - n_axes, y.ndim))
+        y = y + lax.broadcast_in_dim(declared(bias), y.shape, axes)
     y = round_to(y, spec.dtype).astype(spec.out_dtype)
     if spec.in_region:
         y = checkpoint_name(y, DOT_NAME)
@@ -260,9 +259,7 @@ class _Residuals(NamedTuple):
     scales: Scales
 
 
-def _fwd(
-    spec: Gemm, *args: Any
-) -> tuple[tuple[AnyFloat, Tap, Amaxes], _Residuals]:
+def _fwd(spec: Gemm, *args: Any) -> tuple[tuple[AnyFloat, Tap, Amaxes], _Residuals]:
     _check_tap_is_differentiated(spec, args)
     primals = jax.custom_derivatives.custom_vjp_primal_tree_values(args)
     out, (q_x, q_w) = _forward(spec, *primals)
@@ -290,7 +287,8 @@ def _bwd(
     dw = round_to(wgrad(q_x, q_g, spec), spec.dtype)
     db = None
     if spec.bias:
-        db = round_to(jnp.sum(declared(dy), axis=tuple(range(m_axes))), spec.dtype)
+        rows = tuple(range(spec.batch, spec.batch + m_axes))
+        db = round_to(jnp.sum(declared(dy), axis=rows), spec.dtype)
     largest = jnp.maximum(float_bits(d_tap[0]), float_bits(amax_g))
     d_tap = jnp.stack([float_from_bits(largest), jnp.ones((), jnp.float32)])
     return dx, dw, db, None, None, d_tap

@@ -138,7 +138,7 @@ class Ticket:
     """
 
     entries: Any
-    arrays: list[jax.Array]
+    arrays: Any
     rebuild: Any = flax.struct.field(pytree_node=False)
     autocast: Any = flax.struct.field(pytree_node=False)
 

@@ -1,4 +1,12 @@
 """Flax modules whose products run in FP8 under `autocast`."""
 
-from .dense import Dense as Dense
+# ruff: noqa: I001  (reading order)
+
 from .state import COLLECTIONS as COLLECTIONS
+from .dense import Dense as Dense
+from .general import DenseGeneral as DenseGeneral
+from .general import DotGeneral as DotGeneral
+from .general import Einsum as Einsum
+from .norm import LayerNormDense as LayerNormDense
+from .mlp import LayerNormMLP as LayerNormMLP
+from .transformer import TransformerLayer as TransformerLayer

@@ -49,15 +49,42 @@ class Dense(nn.Dense):
         autocast = init_state(self)
         if autocast is None:
             return super().__call__(inputs)
-        shape = (jnp.shape(inputs)[-1], self.features)
-        kernel = self.param("kernel", self.kernel_init, shape, self.param_dtype)
-        bias = None
-        if self.use_bias:
-            bias = self.param("bias", self.bias_init, shape[-1:], self.param_dtype)
+        kernel, bias = _params(self, inputs)
         inputs, kernel, bias = self.promote_dtype(
             inputs, kernel, bias, dtype=self.dtype
         )
         return fp8_product(self, autocast, inputs, kernel, bias)
+
+
+class FusedDense(Dense):
+    """The Dense inside a fused module: values may cross its borders unrounded.
+
+    Inputs are quantised as they come, also in float32. `dtype` must be given; results
+    are rounded to it and carried in `out_dtype`, in which the cotangent returns.
+    """
+
+    out_dtype: Any = None
+
+    @nn.compact
+    def __call__(self, inputs: AnyFloat) -> AnyFloat:
+        """Returns `[*m, features]` for inputs `[*m, k]`."""
+        autocast = init_state(self)
+        if autocast is None:
+            return super().__call__(inputs)
+        kernel, bias = _params(self, inputs)
+        kernel, bias = self.promote_dtype(kernel, bias, dtype=self.dtype)
+        return fp8_product(
+            self, autocast, inputs, kernel, bias, out_dtype=self.out_dtype
+        )
+
+
+def _params(module: nn.Dense, inputs: AnyFloat) -> tuple[AnyFloat, AnyFloat | None]:
+    shape = (jnp.shape(inputs)[-1], module.features)
+    kernel = module.param("kernel", module.kernel_init, shape, module.param_dtype)
+    if not module.use_bias:
+        return kernel, None
+    bias = module.param("bias", module.bias_init, shape[-1:], module.param_dtype)
+    return kernel, bias
 
 
 def refuse_dot_general(module: nn.Module) -> None:

@@ -49,7 +49,8 @@ DEFAULT_HISTORY_LEN = 1024
 def as_state(value: Any) -> ScalingState:
     """A `ScalingState` from itself or from the plain dict of a restored checkpoint."""
     if isinstance(value, Mapping):
-        return ScalingState(value["scale"], value["amax_history"])
+        arrays = (jnp.asarray(value[name]) for name in ("scale", "amax_history"))
+        return ScalingState(*arrays)
     return value
 
 
@@ -85,7 +86,7 @@ def fp8_product(
     contract: int = 1,
     out_dtype: DType | None = None,
 ) -> AnyFloat:
-    """`x [*b,*m,*k] @ kernel [*b,*k,*n] + bias [*n]` with the module's FP8 state.
+    """`x [*b,*m,*k] @ kernel [*b,*k,*n] + bias [*b,*n]` with the module's FP8 state.
 
     Args:
         module: Owner of the state, inside its `__call__`.
