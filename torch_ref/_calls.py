@@ -60,7 +60,6 @@ class Call:
         self.recipe, self._reduction = settings.recipe, settings.reduction
         if training:
             self._frame = settings.frame
-            module.resize_histories(self.recipe.amax_history_len)
 
     def quantize(
         self, x: Tensor, weight: Tensor, *, first_microbatch: bool | None = None

@@ -36,8 +36,14 @@ class Frame:
 
     def __init__(self, parent: Frame | None = None) -> None:
         self.open = True
-        self.root: Frame = self if parent is None else parent.root
+        self.warned = False
+        self._parent = parent
         self._seen: dict[Slot, list[Observation]] = {}
+
+    @property
+    def root(self) -> Frame:
+        """The frame of the autocast that will commit these observations."""
+        return self if self._parent is None else self._parent.root
 
     @property
     def has_seen(self) -> bool:
@@ -71,9 +77,12 @@ class Frame:
         seen = self.take()
         slots = reduction.slots(backward=backward) if reduction is not None else []
         reduced = len(slots)
-        slots += [slot for slot in seen if slot not in set(slots)]
+        # Without a reduction, or outside `amax_reduction_modules`.
+        slots += seen.keys() - set(slots)
         if not slots:
             return
+        for slot, observed in seen.items():
+            slot.module.resize_histories(observed[-1].recipe.amax_history_len)
         place = {slot: position for position, slot in enumerate(slots)}
         flat = [(place[slot], o.amax) for slot, calls in seen.items() for o in calls]
         # A rank that ran nothing still joins in, with zeros.
@@ -102,7 +111,7 @@ class BackwardFrame(Frame):
     def __init__(self) -> None:
         super().__init__()
         self._settings: tuple[DelayedScaling, Reduction | None] | None = None
-        self._forward_is_open = False
+        self._forwards: set[Frame] = set()
 
     def join(
         self, recipe: DelayedScaling, reduction: Reduction | None, forward: Frame | None
@@ -111,23 +120,25 @@ class BackwardFrame(Frame):
         if self._settings is None:
             self._settings = (recipe, reduction)
         if forward is not None:
-            self._forward_is_open |= forward.root.open
+            self._forwards.add(forward.root)
 
     def end(self) -> None:
         """Commits the gradients; called by autograd once the backward has succeeded."""
         if self._settings is None:
             return
         self.commit(*self._settings, backward=True)
-        if self._forward_is_open:
-            warnings.warn(
-                "a backward ended while the autocast of its forward was still open; "
-                "forward scales move when the outermost enabled autocast exits, so an "
-                "autocast around the whole training loop never moves them. Open the "
-                "autocast once per step (if it closes before the next step, all is "
-                "well)",
-                UserWarning,
-                stacklevel=2,
-            )
+        if any(forward.open and not forward.warned for forward in self._forwards):
+            for forward in self._forwards:
+                forward.warned = True
+            warnings.warn(_STILL_OPEN, UserWarning, stacklevel=2)
+
+
+_STILL_OPEN = (
+    "a backward ended while the autocast of its forward was still open. Forward scales "
+    "move when the outermost enabled autocast exits, so an autocast around the whole "
+    "training loop never moves them; open it once per step (if it closes before the "
+    "next step, all is well)"
+)
 
 
 def _update(

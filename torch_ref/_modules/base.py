@@ -29,7 +29,7 @@ class Fp8Module(nn.Module):
 
     Args:
         amax_history_len: Number of steps H of the histories; a recipe with another
-            length changes it at the next training forward.
+            length changes it at the end of the next training forward.
         device: Where the states live.
     """
 
