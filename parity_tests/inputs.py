@@ -1,0 +1,92 @@
+"""The numbers of a run: those of a recording where one exists, else seeded ones."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import numpy as np
+
+from parity_tests.rounding import round_to
+from parity_tests.scenarios import Scenario
+from parity_tests.sides.base import StepInputs
+
+GOLDEN = Path(__file__).parent / "golden"
+# Magnitudes of the seeded steps: the scales must move up and down.
+_GAINS = (1.0, 0.125, 3.0, 0.5)
+
+
+@functools.cache
+def recording(name: str) -> dict[str, np.ndarray]:
+    """The arrays of a golden file (read once)."""
+    with np.load(GOLDEN / f"{name}.npz", allow_pickle=False) as file:
+        return {key: file[key] for key in file.files}
+
+
+def source(scenario: Scenario) -> str:
+    """Name of the recording whose weights, inputs and cotangents the run uses."""
+    if scenario.program in ("layernorm_linear", "layernorm_mlp"):
+        return scenario.recording
+    if scenario.program != "two_layer" or scenario.sizes:
+        return ""
+    if scenario.golden in ("", "te_jax_outer"):
+        return "accumulate_3" if scenario.micro == 3 else "outer"
+    return scenario.golden
+
+
+def step_inputs(scenario: Scenario) -> list[StepInputs]:
+    """Parameters, inputs and cotangents of every step of `scenario`."""
+    name = source(scenario)
+    steps = _recorded(name) if name else _seeded(scenario)
+    rounded = functools.partial(round_to, precision=scenario.precision)
+    return [
+        StepInputs(
+            {k: rounded(v) for k, v in s.params.items()}, rounded(s.x), rounded(s.g)
+        )
+        for s in steps
+    ]
+
+
+def steps_of(golden: dict[str, np.ndarray]) -> int:
+    """Number of steps in a recording."""
+    return 1 + max(int(key[1 : key.index(".")]) for key in golden if ".y" in key)
+
+
+def _recorded(name: str) -> list[StepInputs]:
+    golden = recording(name)
+    steps = []
+    for n in range(steps_of(golden)):
+        x, g = golden[f"s{n}.x"], golden[f"s{n}.g"]
+        prefix = f"s{n}.p."
+        params = {k.removeprefix(prefix): v for k, v in golden.items() if prefix in k}
+        if not params:
+            params = {w: golden[f"s{n}.{w}"] for w in ("W1", "W2")}
+        if x.ndim == 2:
+            x, g = x[None], g[None]
+        steps.append(StepInputs(params, x, g))
+    return steps
+
+
+def _seeded(scenario: Scenario) -> list[StepInputs]:
+    tokens, features, hidden = scenario.sizes or (64, 32, 48)
+    one = scenario.program == "one_layer"
+    rng = np.random.default_rng(20)
+    micro_gains = np.geomspace(1, 5, scenario.micro)[:, None, None]
+    steps = []
+    for gain in _GAINS if not one else _GAINS[:3]:
+        normal = lambda *shape: rng.standard_normal(shape)
+        params = {"W1": gain * normal(hidden, features) / np.sqrt(features)}
+        if not one:
+            params["W2"] = normal(features, hidden) / np.sqrt(hidden)
+        x = gain * micro_gains * normal(scenario.micro, tokens, features)
+        width = hidden if one else features
+        g = micro_gains * normal(scenario.micro, tokens, width) / gain
+        # All precisions start from BF16 values, as the recordings do.
+        steps.append(
+            StepInputs(
+                {k: round_to(v, "bf16") for k, v in params.items()},
+                round_to(x, "bf16"),
+                round_to(g, "bf16"),
+            )
+        )
+    return steps

@@ -1,0 +1,1 @@
+"""One file per side; each fulfils `base.Side`."""

@@ -1,0 +1,109 @@
+"""The two-layer model in Flax, with observers that change no value."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+import jax_fp8 as fp8
+
+DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32}
+
+
+@jax.custom_vjp
+def tanh(h: jax.Array) -> jax.Array:
+    """tanh in float64, rounded to float32 and then to the dtype of `h`.
+
+    Its derivative is `da * (1 - a * a)` of the rounded output, rounded the same way.
+    jnp.tanh's own differs in its last bits, and no two frameworks share theirs.
+    """
+    with jax.enable_x64(True):
+        a = jnp.tanh(h.astype(jnp.float64)).astype(jnp.float32)
+    return a.astype(h.dtype)
+
+
+def _tanh_backward(a: jax.Array, da: jax.Array) -> tuple[jax.Array]:
+    with jax.enable_x64(True):
+        a64 = a.astype(jnp.float64)
+        dh = (da.astype(jnp.float64) * (1 - a64 * a64)).astype(jnp.float32)
+    return (dh.astype(a.dtype),)
+
+
+tanh.defvjp(lambda h: (tanh(h),) * 2, _tanh_backward)
+
+
+@jax.custom_vjp
+def see_operand(x: jax.Array, token: jax.Array) -> jax.Array:
+    """`x`; the gradient of `token` is `x` as the backward finds it.
+
+    In a rematerialised region that is the recomputed value: a residual of the region's
+    first run does not exist.
+    """
+    del token
+    return x
+
+
+see_operand.defvjp(lambda x, _: (x, x), lambda x, g: (g, x))
+
+
+@jax.custom_vjp
+def see_gradient(y: jax.Array, token: jax.Array) -> jax.Array:
+    """`y`; the gradient of `token` is the gradient of `y`."""
+    del token
+    return y
+
+
+see_gradient.defvjp(lambda y, _: (y, None), lambda _, g: (g, g))
+
+
+class TwoLayer(nn.Module):
+    """`l2(tanh(l1(x)))`, or one of its stages.
+
+    Args:
+        hidden: Width between the layers.
+        features: Width of the input and the output.
+        region: As in `Scenario`.
+        precision: As in `Scenario`.
+        recipe: Of the autocasts that the model opens itself.
+        layers: The layers that this stage has.
+        activation: Whether tanh follows `l1`.
+    """
+
+    hidden: int
+    features: int
+    region: str
+    precision: str
+    recipe: fp8.DelayedScaling
+    layers: tuple[str, ...] = ("l1", "l2")
+    activation: bool = True
+
+    @nn.compact
+    def __call__(self, x: jax.Array, tokens: dict[str, Any]) -> jax.Array:
+        with self._autocast(self.region == "inner"):
+            if "l1" in self.layers:
+                x = self._layer("l1", self.hidden, x, tokens)
+                if self.activation:
+                    x = tanh(x)
+            if "l2" in self.layers:
+                with self._autocast(self.region == "mixed"):
+                    x = self._layer("l2", self.features, x, tokens)
+        return x
+
+    def _autocast(self, wanted: bool) -> contextlib.AbstractContextManager[None]:
+        wanted = wanted and not self.is_initializing()
+        return fp8.autocast(recipe=self.recipe) if wanted else contextlib.nullcontext()
+
+    def _layer(
+        self, name: str, width: int, x: jax.Array, tokens: dict[str, Any]
+    ) -> jax.Array:
+        self.sow("intermediates", f"{name}_input", x)
+        dtype = DTYPES[self.precision]
+        layer = fp8.Dense(
+            width, use_bias=False, dtype=dtype, param_dtype=dtype, name=name
+        )
+        y = layer(see_operand(x, tokens[name]["input"]))
+        return see_gradient(y, tokens[name]["output_grad"])
