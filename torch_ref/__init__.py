@@ -28,6 +28,10 @@ from ._context import (
     in_fp8_activation_recompute_phase as in_fp8_activation_recompute_phase,
 )
 from ._modules import Linear as Linear
+from ._modules import LayerNormLinear as LayerNormLinear
+from ._modules import LayerNormMLP as LayerNormMLP
+from ._modules import LayerNorm as LayerNorm
+from ._modules import RMSNorm as RMSNorm
 from ._regions import checkpoint as checkpoint
 from ._regions import (
     get_activation_recompute_contexts as get_activation_recompute_contexts,

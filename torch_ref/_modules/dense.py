@@ -12,7 +12,7 @@ from torch import nn
 from torch_ref import _context
 from torch_ref._typing import Tensor
 from .base import Fp8Module
-from .function import Layer, linear
+from .function import Layer, compute_dtype, linear
 
 
 class Linear(Fp8Module):
@@ -99,25 +99,3 @@ class Linear(Fp8Module):
             f"in_features={self.in_features}, out_features={self.out_features}, "
             f"bias={self.bias is not None}"
         )
-
-
-def compute_dtype(
-    module: nn.Module, x: Tensor, *parameters: Tensor | None
-) -> list[Tensor | None]:
-    """Input and parameters in the dtype in which the module computes.
-
-    Raises:
-        TypeError: The dtypes differ and no `torch.autocast` says which one to use.
-    """
-    device = x.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        return [None if t is None else t.to(dtype) for t in (x, *parameters)]
-    for parameter in parameters:
-        if parameter is not None and parameter.dtype != x.dtype:
-            raise TypeError(
-                f"`x` got dtype {x.dtype}; the parameters of {module!r} are "
-                f"{parameter.dtype}. Convert one of them, or run under "
-                f"torch.autocast({device!r}, dtype=...)"
-            )
-    return [x, *parameters]

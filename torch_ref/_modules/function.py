@@ -126,3 +126,25 @@ class _Linear(torch.autograd.Function):
             wide = torch.float64 if accumulation == "exact" else torch.float32
             db = grad.to(wide).sum(0).to(b_dtype)
         return dx, dw, db, None
+
+
+def compute_dtype(
+    module: torch.nn.Module, x: Tensor, *parameters: Tensor | None
+) -> list[Tensor | None]:
+    """Input and parameters in the dtype in which the module computes.
+
+    Raises:
+        TypeError: The dtypes differ and no `torch.autocast` says which one to use.
+    """
+    device = x.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        return [None if t is None else t.to(dtype) for t in (x, *parameters)]
+    for parameter in parameters:
+        if parameter is not None and parameter.dtype != x.dtype:
+            raise TypeError(
+                f"`x` got dtype {x.dtype}; the parameters of {module!r} are "
+                f"{parameter.dtype}. Convert one of them, or run under "
+                f"torch.autocast({device!r}, dtype=...)"
+            )
+    return [x, *parameters]

@@ -1,0 +1,129 @@
+"""Launches of the Triton kernel: shapes, buffers and tile sizes, no synchronisation.
+
+All launches go to the current stream and allocate through torch's caching allocator, so
+a CUDA graph captures them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import NamedTuple
+
+import torch
+
+from .._typing import Scalar, Tensor
+
+# Operation of the forward and of the gradient, by the number in `tiles`.
+ACTIVATIONS = {"gelu": (1, 2), "relu": (3, 4), "swiglu": (5, 6)}
+_CAST = 0
+_GATED = "swiglu"
+# Rows, columns and warps of a program's tile, tuned on an H200 (docs/reports).
+_TILE = (64, 128, 4)
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+
+class FusedQuantized(NamedTuple):
+    """FP8 `q [m, k]`, `q_t [k, m]`; float32 `()`: `1 / scale`, `scale` copied, amax."""
+
+    q: Tensor
+    q_t: Tensor
+    scale_inv: Tensor
+    scale: Tensor
+    amax: Tensor
+
+
+def is_supported(x: Tensor) -> bool:
+    """Whether the kernel takes `x [m, k]`: on CUDA, contiguous, m a multiple of 16."""
+    return (
+        _HAS_TRITON
+        and x.is_cuda
+        and x.dim() == 2
+        and x.is_contiguous()
+        and x.numel() > 0
+        and x.shape[0] % 16 == 0
+        and torch.cuda.get_device_capability(x.device) >= (8, 9)
+    )
+
+
+def cast_transpose(x: Tensor, scale: Scalar, fp8_dtype: torch.dtype) -> FusedQuantized:
+    """Codes of `x [m, k]` in both layouts, and its amax.
+
+    Source: `transformer_engine`'s cast-transpose kernel has the same contract.
+    """
+    return _launch(_CAST, x, None, scale, fp8_dtype, x.shape[1], planes=1)
+
+
+def act_cast_transpose(
+    h: Tensor, scale: Scalar, fp8_dtype: torch.dtype, activation: str
+) -> FusedQuantized:
+    """`act(h)` in float32, unrounded, quantised as by `cast_transpose`.
+
+    Args:
+        h: `[m, k]`, or `[m, 2 * k]` for `"swiglu"`: the gate, then the linear half.
+        scale: float32 `()`.
+        fp8_dtype: Format of the codes.
+        activation: A key of `ACTIVATIONS`.
+    """
+    columns = h.shape[1] // (2 if activation == _GATED else 1)
+    forward, _ = ACTIVATIONS[activation]
+    return _launch(forward, h, None, scale, fp8_dtype, columns, planes=1)
+
+
+def dact_cast_transpose(
+    g: Tensor, h: Tensor, scale: Scalar, fp8_dtype: torch.dtype, activation: str
+) -> FusedQuantized:
+    """`g * act'(h)`, quantised; SwiGLU's is rounded to the dtype of `g` before.
+
+    Args:
+        g: Gradient of `act(h)`, `[m, k]`.
+        h: As in `act_cast_transpose`; the result has its shape.
+        scale: float32 `()`.
+        fp8_dtype: Format of the codes.
+        activation: A key of `ACTIVATIONS`.
+    """
+    planes = 2 if activation == _GATED else 1
+    _, backward = ACTIVATIONS[activation]
+    return _launch(backward, g, h, scale, fp8_dtype, g.shape[1], planes=planes)
+
+
+def _launch(
+    op: int,
+    x: Tensor,
+    h: Tensor | None,
+    scale: Scalar,
+    fp8_dtype: torch.dtype,
+    columns: int,
+    *,
+    planes: int,
+) -> FusedQuantized:
+    import triton
+
+    from .tiles import quantize_tile
+
+    rows, width = x.shape[0], columns * planes
+    new = lambda shape, dtype: torch.empty(shape, dtype=dtype, device=x.device)
+    q, q_t = new((rows, width), fp8_dtype), new((width, rows), fp8_dtype)
+    scale_inv, scale_copy = new((), torch.float32), new((), torch.float32)
+    amax = torch.zeros((), dtype=torch.float32, device=x.device)
+    tile_m, tile_n, warps = _TILE
+    with torch.cuda.device(x.device):
+        quantize_tile[(triton.cdiv(rows, tile_m), triton.cdiv(columns, tile_n))](
+            x,
+            x if h is None else h,
+            scale,
+            q.view(torch.int8),
+            q_t.view(torch.int8),
+            amax.view(torch.int32),
+            scale_inv,
+            scale_copy,
+            rows,
+            columns,
+            OP=op,
+            E5M2=fp8_dtype == torch.float8_e5m2,
+            ROWS=tile_m,
+            COLS=tile_n,
+            PLANES=planes,
+            MASKED=rows % tile_m != 0 or columns % tile_n != 0,
+            num_warps=warps,
+        )
+    return FusedQuantized(q, q_t, scale_inv, scale_copy, amax)

@@ -1,0 +1,131 @@
+"""Norms and activations between FP8 layers, with the rounding that the law sets.
+
+Norms and activations hand their float32 results to the quantiser unrounded, and keep
+their input in the compute dtype for the backward. The gradient of an activation without
+a gate is not rounded either (the law: `docs/numerics.md`, 7).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from torch_ref._typing import Tensor
+
+_aten = torch.ops.aten
+
+
+class Normalize(torch.autograd.Function):
+    """LayerNorm or RMSNorm of `x[m, k]` over `k`, float32, not rounded.
+
+    `y = (x - mean) / sqrt(var + eps) * gamma + beta`; RMSNorm has neither mean nor
+    beta, and its var is the mean square.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, gamma: Tensor, beta: Tensor | None, eps: float, kind: str
+    ) -> Tensor:
+        """Returns float32 `[m, k]`."""
+        centred = kind == "LayerNorm"
+        wide = x.float()
+        mean = wide.mean(-1, keepdim=True) if centred else None
+        if mean is not None:
+            wide = wide - mean
+        rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        ctx.save_for_backward(x, gamma, mean, rstd)
+        ctx.beta_dtype = None if beta is None else beta.dtype
+        y = wide * rstd * gamma.float()
+        return y if beta is None else y + beta.float()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of x, gamma and beta, each rounded once."""
+        x, gamma, mean, rstd = ctx.saved_tensors
+        wide = x.float() if mean is None else x.float() - mean
+        normed = wide * rstd
+        grad = grad.float()
+        inner = grad * gamma.float()
+        dx = inner - normed * (inner * normed).mean(-1, keepdim=True)
+        if mean is not None:
+            dx = dx - inner.mean(-1, keepdim=True)
+        dgamma = (grad * normed).sum(0).to(gamma.dtype)
+        dbeta = None if ctx.beta_dtype is None else grad.sum(0).to(ctx.beta_dtype)
+        return (dx * rstd).to(x.dtype), dgamma, dbeta, None, None
+
+
+class Activate(torch.autograd.Function):
+    """An activation of `h[m, n]`, float32, not rounded; `dtype` is that of `h` kept.
+
+    Gated activations take the two halves of the last axis: `act(h1) * h2`.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, name: str, dtype: torch.dtype) -> Tensor:
+        """Returns float32 `[m, n]`, or `[m, n / 2]` where gated."""
+        ctx.save_for_backward(h.to(dtype))
+        ctx.name, ctx.in_dtype = name, h.dtype
+        return activation(h.float(), name)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradient of h in its dtype: float32 leaves it unrounded."""
+        (h,) = ctx.saved_tensors
+        h, grad = h.float(), grad.float()
+        inner = ctx.name
+        if inner in GATED:
+            h, gate = h.chunk(2, dim=-1)
+            inner = GATED[inner]
+            dgate = grad * activation(h, inner)
+            grad = grad * gate
+        match inner:
+            case "gelu":
+                dh = _aten.gelu_backward(grad, h, approximate="tanh")
+            case "silu":
+                dh = _aten.silu_backward(grad, h)
+            case _:
+                dh = grad * (h > 0)
+        if ctx.name in GATED:
+            dh = torch.cat([dh, dgate], dim=-1)
+        return dh.to(ctx.in_dtype), None, None
+
+
+GATED = {"geglu": "gelu", "reglu": "relu", "swiglu": "silu"}
+ACTIVATIONS = ("gelu", "relu", "silu", *GATED)
+NORMALIZATIONS = ("LayerNorm", "RMSNorm")
+
+
+def activation(h: Tensor, name: str) -> Tensor:
+    """The activation in the dtype of `h`; gelu is the tanh form."""
+    if name in GATED:
+        h, gate = h.chunk(2, dim=-1)
+        return activation(h, GATED[name]) * gate
+    match name:
+        case "gelu":
+            return nn.functional.gelu(h, approximate="tanh")
+        case "silu":
+            return nn.functional.silu(h)
+        case _:
+            return nn.functional.relu(h)
+
+
+def normalization(
+    x: Tensor, gamma: Tensor, beta: Tensor | None, eps: float, kind: str
+) -> Tensor:
+    """The norm as torch's own layer computes it, in the dtype of `x`."""
+    shape = gamma.shape
+    if kind == "LayerNorm":
+        return nn.functional.layer_norm(x, shape, gamma, beta, eps)
+    return nn.functional.rms_norm(x, shape, gamma, eps)
+
+
+def check_choice(name: str, value: str, choices: tuple[str, ...]) -> str:
+    """Returns `value`, or raises a ValueError that lists what is provided."""
+    if value not in choices:
+        raise ValueError(f"`{name}` got {value!r}; expected one of {choices}")
+    return value
