@@ -17,14 +17,13 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from lm.compare import Check, Record, compare, read_runs, run_name
+from lm.compare import Record, compare, read_runs, run_name
 from lm.config import PRESETS, Framework, Mode, Policy, RunConfig
 from lm.data import Corpus, load_corpus
 from lm.loop import Trainer, train
 from lm.plot import draw
 from lm.records import Run
-from rich.console import Console
-from rich.table import Table
+from lm.tables import check_table, print_tables, run_table
 
 
 def main(
@@ -43,14 +42,14 @@ def main(
     config = PRESETS[preset]
     if steps is not None:
         config = dataclasses.replace(config, steps=steps)
-    corpus, console = load_corpus(), Console()
+    corpus = load_corpus()
     for one in framework:
         for each in mode:
             same = identity(config, corpus, one, each, policy)
             run = Run(out / run_name(one, each), same)
             trainer = make_trainer(config, one, each, policy)
             train(trainer, config, corpus, run, resume=resume, stop_after=stop_after)
-    if not conclude(out, read_runs(out, like=same), console):
+    if not conclude(out, read_runs(out, like=same)):
         raise typer.Exit(1)
 
 
@@ -81,10 +80,10 @@ def identity(
     }
 
 
-def conclude(out: Path, runs: dict[str, Record], console: Console) -> bool:
+def conclude(out: Path, runs: dict[str, Record]) -> bool:
     """Compares and draws finished runs; whether every check holds."""
     if not runs:
-        console.print("no finished run yet; continue with --resume")
+        print_tables("no finished run yet; continue with --resume")
         return True
     checks = compare(runs)
     summary = {
@@ -93,31 +92,9 @@ def conclude(out: Path, runs: dict[str, Record], console: Console) -> bool:
     }
     (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     draw(runs, out / "curves.png")
-    console.print(_run_table(runs))
-    console.print(_check_table(checks))
-    console.print(f"wrote {out / 'summary.json'} and {out / 'curves.png'}")
+    wrote = f"wrote {out / 'summary.json'} and {out / 'curves.png'}"
+    print_tables(run_table(runs), check_table(checks), wrote)
     return all(check.ok for check in checks)
-
-
-def _run_table(runs: dict[str, Record]) -> Table:
-    table = Table("run", "steps", "eval loss", "tokens/s", "seconds", "memory, MB")
-    for name, run in runs.items():
-        s = run.summary
-        memory = ", ".join(f"{k} {v:,.0f}" for k, v in s["memory_mb"].items())
-        rate, seconds = f"{s['tokens_per_s']:,.0f}", f"{s['seconds']:.0f}"
-        table.add_row(
-            name, f"{s['step']}", f"{s['eval_loss']:.4f}", rate, seconds, memory
-        )
-    return table
-
-
-def _check_table(checks: list[Check]) -> Table:
-    table = Table("check", "value", "limit", "")
-    for check in checks:
-        value = f"{check.value:+.2%}" if isinstance(check.value, float) else check.value
-        mark = "[green]ok[/]" if check.ok else "[red]FAILED[/]"
-        table.add_row(check.name, value, check.limit, mark)
-    return table
 
 
 if __name__ == "__main__":

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import functools
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -20,14 +19,17 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from .compare import Check, falling, states_differ
+import jax_fp8 as fp8
+
+from .compare import Check
 from .config import Mode, Policy, RunConfig
 from .data import Corpus, train_batch
+from .multi import falling, lockstep_check, scales_moved, states_differ
 from .run_jax import JaxTrainer, jit
 
 # Kernels split by columns, then by rows: one all-reduce per attention and per MLP.
 _COLUMNS, _ROWS = {"qkv", "fc1"}, {"proj", "fc2"}
-_TIMED_STEPS = 10
+_LOCKSTEP, _TIMED = 10, 10
 
 
 class Layout(enum.StrEnum):
@@ -39,7 +41,7 @@ class Layout(enum.StrEnum):
 
 
 def make_mesh(layout: Layout, devices: list, heads: int) -> Mesh:
-    """`(data, model)`; `model` is 1 but for tensor parallelism, where it divides heads."""
+    """`(data, model)`; `model` divides the heads, and is 1 but for tensor parallel."""
     count, model = len(devices), 1
     if layout is Layout.TENSOR:
         model = max(m for m in range(1, count + 1) if not count % m and not heads % m)
@@ -75,6 +77,7 @@ class Side:
     shardings: Any
 
     def __call__(self, tokens: np.ndarray, lr: float) -> jax.Array:
+        """Trains one step; the loss."""
         self.state, loss = self.step(self.state, tokens, jnp.float32(lr))
         return loss
 
@@ -105,49 +108,57 @@ def make_side(
     return Side(executable, state, shardings), executable
 
 
-def run_layout(
-    config: RunConfig, policy: Policy, layout: Layout, devices: list, corpus: Corpus
-) -> tuple[dict[str, Any], list[Check]]:
-    """Trains on all `devices` and on the first; returns measurements and checks."""
-    name = f"jax-{layout}-{len(devices)}"
-    batch_at = functools.partial(
-        train_batch, corpus, context=config.model.context, seed=config.seed
-    )
+def run_layouts(
+    config: RunConfig,
+    policy: Policy,
+    layouts: list[Layout],
+    devices: list,
+    corpus: Corpus,
+    *,
+    measure: bool = True,
+) -> Iterator[tuple[str, dict[str, Any], list[Check]]]:
+    """Trains on the first device, then in each layout on all: name, numbers, checks.
+
+    The first steps start from the first device's parameters, so that scaling state can
+    be compared to the bit; the rest run free.
+    """
     one, _ = make_side(config, policy, Layout.DATA, devices[:1], config.batch)
-    many, executable = make_side(config, policy, layout, devices, config.batch)
-    initial = (one.state, many.state)
-
-    differences = []
-    for step in range(config.eval_every):
-        tokens, lr = batch_at(batch=config.batch, step=step), config.lr(step)
-        many.take_params(one.state["variables"]["params"])
-        a, b = float(one(tokens, lr)), float(many(tokens, lr))
-        pair = (_scaling(one.state), _scaling(many.state))
-        differences.append({"loss": abs(b / a - 1), **states_differ(*pair)})
-
-    one.state, many.state = initial
-    losses = {"one": [], "many": []}
+    stored = []
     for step in range(config.steps):
-        tokens, lr = batch_at(batch=config.batch, step=step), config.lr(step)
-        losses["one"].append(one(tokens, lr))
-        losses["many"].append(many(tokens, lr))
-    losses = {k: [float(x) for x in v] for k, v in losses.items()}
-
-    report = {
-        "mesh": dict(make_mesh(layout, devices, config.model.heads).shape),
-        "losses": losses,
-        "lockstep": differences,
-        **_speed(config, policy, layout, devices, batch_at),
-        "amax_reductions": count_amax_reductions(executable.as_text()),
-    }
-    report["amax_share"] = (
-        _reduction_seconds(devices, report["amax_reductions"]) / report["step_seconds"]
-    )
-    checks = [
-        *falling(name, losses["many"]),
-        _same_on_devices(name, many.state),
-    ]
-    return report, checks
+        params = jax.device_get(one.state["variables"]["params"])
+        loss = float(one(_tokens(config, corpus, step), config.lr(step)))
+        lockstep = step < _LOCKSTEP
+        stored.append((loss, params, _scaling(one.state)) if lockstep else (loss,))
+    for layout in layouts:
+        name = f"jax-{layout}-{len(devices)}"
+        many, executable = make_side(config, policy, layout, devices, config.batch)
+        losses, differences = [], []
+        for step, (loss_one, *prescribed) in enumerate(stored):
+            if prescribed:
+                many.take_params(prescribed[0])
+            losses.append(float(many(_tokens(config, corpus, step), config.lr(step))))
+            if prescribed:
+                differ = states_differ(prescribed[1], _scaling(many.state))
+                differences.append({"loss": abs(losses[-1] / loss_one - 1), **differ})
+        report = {
+            "mesh": dict(make_mesh(layout, devices, config.model.heads).shape),
+            "losses": losses,
+            "reference_losses": [loss for loss, *_ in stored],
+            "lockstep": differences,
+        }
+        if measure:
+            report |= _measure(config, policy, layout, devices, corpus)
+        yield (
+            name,
+            report,
+            [
+                *falling(name, losses),
+                _same_on_devices(name, many.state),
+                scales_moved(name, np.stack(_scaling(many.state)[::2])),
+                lockstep_check(name, differences, config.accumulation),
+                *_fp8_used(name, executable, devices),
+            ],
+        )
 
 
 def count_amax_reductions(hlo: str) -> int:
@@ -163,23 +174,28 @@ def count_amax_reductions(hlo: str) -> int:
     return sum(name in maxima for name in used)
 
 
-def _speed(
-    config: RunConfig, policy: Policy, layout: Layout, devices: list, batch_at: Callable
+def _measure(
+    config: RunConfig, policy: Policy, layout: Layout, devices: list, corpus: Corpus
 ) -> dict[str, float]:
-    """Weak scaling: the batch of one device on each device."""
+    """Weak scaling (the batch of one device for each) and the time of the amaxes."""
     rates, seconds = {}, {}
     for count in (1, len(devices)):
         batch = config.batch * count
-        side, _ = make_side(config, policy, layout, devices[:count], batch)
-        tokens = batch_at(batch=batch, step=0)
+        side, executable = make_side(config, policy, layout, devices[:count], batch)
+        tokens = _tokens(config, corpus, 0, count)
         jax.block_until_ready(side(tokens, 0.0))
         start = time.perf_counter()
-        for _ in range(_TIMED_STEPS):
+        for _ in range(_TIMED):
             loss = side(tokens, 0.0)
         jax.block_until_ready(loss)
-        seconds[count] = (time.perf_counter() - start) / _TIMED_STEPS
+        seconds[count] = (time.perf_counter() - start) / _TIMED
         rates[count] = batch * config.model.context / seconds[count]
+    reductions = count_amax_reductions(executable.as_text())
+    # One after the other and with nothing beside them, so an upper bound.
+    spent = _reduction_seconds(devices, reductions)
     return {
+        "amax_reductions": reductions,
+        "amax_share": spent / seconds[len(devices)],
         "tokens_per_s_one": rates[1],
         "tokens_per_s": rates[len(devices)],
         "weak_scaling": rates[len(devices)] / (len(devices) * rates[1]),
@@ -200,10 +216,30 @@ def _reduction_seconds(devices: list, count: int) -> float:
     x = jax.device_put(jnp.zeros(len(devices)), NamedSharding(mesh, P("d")))
     jax.block_until_ready(run(x))
     start = time.perf_counter()
-    for _ in range(_TIMED_STEPS):
+    for _ in range(_TIMED):
         x = run(x)
     jax.block_until_ready(x)
-    return (time.perf_counter() - start) / _TIMED_STEPS
+    return (time.perf_counter() - start) / _TIMED
+
+
+def _fp8_used(name: str, executable: Any, devices: list) -> list[Check]:
+    """One program runs on every device; on GPUs it must hold FP8 GEMM calls."""
+    if devices[0].platform != "gpu":
+        return []
+    try:
+        fp8.assert_fp8_used(executable)
+    except AssertionError as error:
+        return [Check(f"{name}: FP8 GEMMs on every device", str(error), "used", False)]
+    return [Check(f"{name}: FP8 GEMMs on every device", "used", "used", True)]
+
+
+def _tokens(
+    config: RunConfig, corpus: Corpus, step: int, factor: int = 1
+) -> np.ndarray:
+    batch, context = config.batch * factor, config.model.context
+    return train_batch(
+        corpus, batch=batch, context=context, seed=config.seed, step=step
+    )
 
 
 def _largest_axis(shape: tuple[int, ...], parts: int) -> P:
@@ -215,12 +251,20 @@ def _largest_axis(shape: tuple[int, ...], parts: int) -> P:
 
 
 def _scaling(state: Any) -> list[np.ndarray]:
-    return [np.asarray(leaf) for leaf in jax.tree.leaves(state["variables"]["fp8_scaling"])]
+    """Scale, history, scale, history, and so on; without the taps."""
+    states = jax.tree.leaves(
+        state["variables"]["fp8_scaling"],
+        is_leaf=lambda node: isinstance(node, fp8.ScalingState),
+    )
+    states = [s for s in states if isinstance(s, fp8.ScalingState)]
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(states)]
 
 
 def _same_on_devices(name: str, state: Any) -> Check:
     leaves = jax.tree.leaves(state["variables"]["fp8_scaling"])
-    copies = [{np.asarray(s.data).tobytes() for s in a.addressable_shards} for a in leaves]
+    copies = [
+        {np.asarray(s.data).tobytes() for s in a.addressable_shards} for a in leaves
+    ]
     whole = all(leaf.sharding.is_fully_replicated for leaf in leaves)
     same = sum(len(c) == 1 for c in copies)
     return Check(
