@@ -27,6 +27,7 @@ from ._context import (
 # Modules, and the collections that hold their state.
 from ._modules import (
     COLLECTIONS,
+    SCAN_AXES,
     Dense,
     DenseGeneral,
     DotGeneral,
@@ -34,6 +35,7 @@ from ._modules import (
     LayerNormDense,
     LayerNormMLP,
     TransformerLayer,
+    scan,
 )
 
 # Recomputation.
@@ -41,10 +43,18 @@ from ._regions import Ticket, region_backward, region_forward, remat
 from . import _policies as checkpoint_policies
 
 # Training.
-from ._training import skip_update, update_scaling, value_and_grad
+from ._training import (
+    TrainState,
+    load_scaling,
+    quantize_kernels,
+    skip_update,
+    update_scaling,
+    value_and_grad,
+)
 
 __all__ = [
     "COLLECTIONS",
+    "SCAN_AXES",
     "DelayedScaling",
     "Dense",
     "DenseGeneral",
@@ -57,6 +67,7 @@ __all__ = [
     "RecomputeMismatchError",
     "ScalingState",
     "Ticket",
+    "TrainState",
     "TransformerLayer",
     "amax",
     "autocast",
@@ -68,13 +79,16 @@ __all__ = [
     "init_scaling",
     "is_fp8_activation_recompute_enabled",
     "is_fp8_enabled",
+    "load_scaling",
     "observe",
     "quantize",
+    "quantize_kernels",
     "recompute_phase",
     "recompute_region",
     "region_backward",
     "region_forward",
     "remat",
+    "scan",
     "skip_update",
     "update",
     "update_scaling",

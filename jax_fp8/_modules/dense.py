@@ -46,14 +46,13 @@ class Dense(nn.Dense):
     def __call__(self, inputs: AnyFloat) -> AnyFloat:
         """Returns `[*m, features]` for inputs `[*m, k]`."""
         refuse_dot_general(self)
-        autocast = init_state(self)
-        if autocast is None:
+        if not init_state(self):
             return super().__call__(inputs)
         kernel, bias = _params(self, inputs)
         inputs, kernel, bias = self.promote_dtype(
             inputs, kernel, bias, dtype=self.dtype
         )
-        return fp8_product(self, autocast, inputs, kernel, bias)
+        return fp8_product(self, inputs, kernel, bias)
 
 
 class FusedDense(Dense):
@@ -68,14 +67,11 @@ class FusedDense(Dense):
     @nn.compact
     def __call__(self, inputs: AnyFloat) -> AnyFloat:
         """Returns `[*m, features]` for inputs `[*m, k]`."""
-        autocast = init_state(self)
-        if autocast is None:
+        if not init_state(self):
             return super().__call__(inputs)
         kernel, bias = _params(self, inputs)
         kernel, bias = self.promote_dtype(kernel, bias, dtype=self.dtype)
-        return fp8_product(
-            self, autocast, inputs, kernel, bias, out_dtype=self.out_dtype
-        )
+        return fp8_product(self, inputs, kernel, bias, out_dtype=self.out_dtype)
 
 
 def _params(module: nn.Dense, inputs: AnyFloat) -> tuple[AnyFloat, AnyFloat | None]:

@@ -19,7 +19,6 @@ from flax.core import meta
 from flax.linen.dtypes import promote_dtype
 from jax import lax
 
-from jax_fp8._context import AutocastKey
 from jax_fp8._typing import AnyFloat, DType
 
 from .dense import refuse_dot_general
@@ -65,8 +64,7 @@ class DotGeneral(nn.Module):
                 "would stand beside the layer. Pass the class: "
                 "`dot_general_cls=fp8.DotGeneral`"
             )
-        autocast = init_state(self)
-        if autocast is None:
+        if not init_state(self):
             return lax.dot_general(
                 lhs,
                 rhs,
@@ -75,7 +73,7 @@ class DotGeneral(nn.Module):
                 preferred_element_type,
                 **options,
             )
-        y = fp8_dot_general(self, autocast, lhs, rhs, dimension_numbers)
+        y = fp8_dot_general(self, lhs, rhs, dimension_numbers)
         return y.astype(preferred_element_type or y.dtype)
 
 
@@ -99,8 +97,7 @@ class DenseGeneral(nn.DenseGeneral):
     def __call__(self, inputs: AnyFloat) -> AnyFloat:
         """Returns `[*batch, *m, *features]`."""
         refuse_dot_general(self)
-        autocast = init_state(self)
-        if autocast is None:
+        if not init_state(self):
             return super().__call__(inputs)
         features = _tuple(self.features)
         axis = _normalize(self.axis, inputs.ndim)
@@ -120,7 +117,7 @@ class DenseGeneral(nn.DenseGeneral):
         leading = tuple(range(len(batch)))
         contracted = tuple(range(len(batch), len(batch) + len(axis)))
         dims = ((axis, contracted), (batch, leading))
-        return fp8_dot_general(self, autocast, inputs, kernel, dims, bias)
+        return fp8_dot_general(self, inputs, kernel, dims, bias)
 
     def _param(
         self,
@@ -163,8 +160,7 @@ class Einsum(nn.Einsum):
     @nn.compact
     def __call__(self, inputs: AnyFloat, einsum_str: str | None = None) -> AnyFloat:
         """Returns the einsum of `inputs` and the kernel, plus the bias."""
-        autocast = init_state(self)
-        if autocast is None:
+        if not init_state(self):
             return super().__call__(inputs, einsum_str)
         equation = nn.merge_param("einsum_str", self.einsum_str, einsum_str)
         kernel = self.param("kernel", self.kernel_init, self.shape, self.param_dtype)
@@ -189,7 +185,7 @@ class Einsum(nn.Einsum):
             (index(contracted, lhs), index(contracted, rhs)),
             (index(batch, lhs), index(batch, rhs)),
         )
-        y = fp8_dot_general(self, autocast, inputs, kernel, dims, bias)
+        y = fp8_dot_general(self, inputs, kernel, dims, bias)
         made = [*batch, *(a for a in lhs if a not in rhs), *free]
         y = jnp.transpose(y, [made.index(a) for a in out])
         return y.astype(self.preferred_element_type or y.dtype)
@@ -197,7 +193,6 @@ class Einsum(nn.Einsum):
 
 def fp8_dot_general(
     module: nn.Module,
-    autocast: AutocastKey,
     lhs: AnyFloat,
     rhs: AnyFloat,
     dimension_numbers: DimensionNumbers,
@@ -211,9 +206,17 @@ def fp8_dot_general(
     lhs_free = rest(lhs, lhs_contract + lhs_batch)
     rhs_free = rest(rhs, rhs_contract + rhs_batch)
     lhs = lax.transpose(lhs, lhs_batch + lhs_free + lhs_contract)
-    rhs = lax.transpose(rhs, rhs_batch + rhs_contract + rhs_free)
-    sizes = {"batch": len(lhs_batch), "contract": len(lhs_contract)}
-    return fp8_product(module, autocast, lhs, rhs, bias, **sizes)
+    rhs_axes = rhs_batch + rhs_contract + rhs_free
+    rhs = lax.transpose(rhs, rhs_axes)
+    return fp8_product(
+        module,
+        lhs,
+        rhs,
+        bias,
+        batch=len(lhs_batch),
+        contract=len(lhs_contract),
+        kernel_axes=rhs_axes,
+    )
 
 
 def _parse(

@@ -41,6 +41,7 @@ class LayerNormDense(nn.Module):
 
     Source: `transformer_engine.pytorch.LayerNormLinear`.
 
+    >>> import jax
     >>> from jax_fp8 import autocast
     >>> with autocast():
     ...     variables = LayerNormDense(8).init(jax.random.key(0), jnp.ones((2, 16)))

@@ -44,6 +44,8 @@ ROLES = ("input", "kernel", "output_grad")
 TAP = "tap"
 READ = "read"
 DEFAULT_HISTORY_LEN = 1024
+# Listed in `mutable=`, it captures what is quantised, for `scaling_report`.
+OPERANDS = "fp8_operands"
 
 
 def as_state(value: Any) -> ScalingState:
@@ -54,11 +56,11 @@ def as_state(value: Any) -> ScalingState:
     return value
 
 
-def init_state(module: nn.Module) -> AutocastKey | None:
+def init_state(module: nn.Module) -> bool:
     """Creates the module's state under `init`, and says whether FP8 is on.
 
     Returns:
-        The autocast in force, None where the module must run in high precision.
+        Whether the module must run in FP8.
 
     Raises:
         FP8StateError: FP8 is on and the module has no state.
@@ -72,43 +74,49 @@ def init_state(module: nn.Module) -> AutocastKey | None:
         module.variable(SCALING, TAP, jnp.zeros, (2,), jnp.float32)
     if autocast is not None:
         _check_state(module, autocast)
-    return autocast
+    return autocast is not None
 
 
 def fp8_product(
     module: nn.Module,
-    autocast: AutocastKey,
     x: AnyFloat,
     kernel: AnyFloat,
     bias: AnyFloat | None = None,
     *,
     batch: int = 0,
     contract: int = 1,
+    kernel_axes: tuple[int, ...] | None = None,
     out_dtype: DType | None = None,
 ) -> AnyFloat:
     """`x [*b,*m,*k] @ kernel [*b,*k,*n] + bias [*b,*n]` with the module's FP8 state.
 
     Args:
-        module: Owner of the state, inside its `__call__`.
-        autocast: From `init_state`.
+        module: Owner of the state, inside its `__call__`, after `init_state`.
         x: Carried in the kernel's dtype, or in float32 if it was not rounded.
         kernel: In the compute dtype, to which results are rounded.
         bias: In the compute dtype, or None.
         batch: Number of batch axes `*b`.
         contract: Number of contracted axes `*k`.
+        kernel_axes: How `kernel` was transposed from the parameter, None if not.
         out_dtype: Carrier of the result, by default the compute dtype.
 
     Returns:
         `[*b, *m, *n]` in `out_dtype`.
     """
+    autocast = current_autocast()
+    assert autocast is not None, "modules ask init_state first"
     recording = module.is_mutable_collection(SCALING) and not module.is_initializing()
     states = {role: as_state(module.get_variable(SCALING, role)) for role in ROLES}
     tap = module.get_variable(SCALING, TAP)
     kernel_codes, kernel_scale, kernel_amax = _quantized_kernel(module, kernel)
     if kernel_codes is None:
         kernel_scale = states["kernel"].scale
+    elif kernel_axes is not None:
+        kernel_codes = lax.transpose(kernel_codes, kernel_axes)
     input_scale, kernel_scale = _ticket(module, states["input"].scale, kernel_scale)
 
+    for name, value in (("input", x), ("kernel", kernel)):
+        module.sow(OPERANDS, name, value)
     x, kernel, bias, axis_names = _align(x, kernel, bias, input_scale, autocast)
     spec = Gemm(
         path=path_of(module),

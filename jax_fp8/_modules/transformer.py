@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -27,8 +27,8 @@ class SelfAttention(nn.Module):
     num_heads: int
     causal: bool
     dropout: float
-    options: dict[str, Any]
-    norm_options: dict[str, Any]
+    options: Mapping[str, Any]
+    norm_options: Mapping[str, Any]
 
     @nn.compact
     def __call__(
@@ -41,8 +41,9 @@ class SelfAttention(nn.Module):
                 f"`num_heads` got {self.num_heads}; expected a divisor of the hidden "
                 f"size {width}"
             )
-        options = self.options | self.norm_options
-        qkv = LayerNormDense(3 * width, name="layernorm_qkv", **options)(inputs)
+        qkv = LayerNormDense(
+            3 * width, name="layernorm_qkv", **self.options, **self.norm_options
+        )(inputs)
         heads = lambda v: v.reshape(*v.shape[:-1], self.num_heads, -1)
         query, key, value = (heads(v) for v in jnp.split(qkv, 3, axis=-1))
         if self.dropout and not deterministic:

@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._errors import FP8StateError
-from ._modules.state import KERNELS, RECOMPUTE, ROLES, SCALING, TAP
-from ._modules.tree import (
+from jax_fp8._errors import FP8StateError
+from jax_fp8._modules.state import KERNELS, RECOMPUTE, ROLES, SCALING, TAP
+from jax_fp8._modules.tree import (
     Layer,
     check_same_tree,
     layers,
@@ -28,9 +28,9 @@ from ._modules.tree import (
     put_taps,
     take_taps,
 )
-from ._recipe import DelayedScaling, check_recipe
-from ._scaling import update
-from ._typing import Array, Path, Variables
+from jax_fp8._recipe import DelayedScaling, check_recipe
+from jax_fp8._scaling import update
+from jax_fp8._typing import Array, Path, Variables
 
 Recipes = DelayedScaling | Mapping[str, DelayedScaling]
 
