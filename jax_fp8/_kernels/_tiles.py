@@ -13,14 +13,16 @@ three passes for the same results. Written in Pallas (Triton backend).
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental.pallas import triton as pltriton
+
+from ._instructions import PORTABLE, PTX, Instructions
 
 
 class Tile(NamedTuple):
@@ -105,18 +107,18 @@ def quantize_tiles(
     Returns:
         `Quantized`, with planes side by side as in the operands.
     """
-    m = operands[0].shape[0]
-    n = operands[0].shape[1] // job.in_planes[0]
+    m, n = _extent(job, operands)
     p = job.out_planes
     grid = (m // tile.rows, n // tile.cols)
     in_specs, inputs = _inputs(job, operands, grid, tile)
+    quads = tile.rows // 4
     out_shape = [
-        jax.ShapeDtypeStruct((m, p, n), fp8_dtype),
-        jax.ShapeDtypeStruct((p, n, m), fp8_dtype),
+        jax.ShapeDtypeStruct((m // 4, 4, p, n), jnp.uint8),
+        jax.ShapeDtypeStruct((p, n, m), jnp.uint8),
         jax.ShapeDtypeStruct(grid, jnp.float32),
     ]
     out_specs = [
-        pl.BlockSpec((tile.rows, p, tile.cols), lambda i, j: (i, 0, j)),
+        pl.BlockSpec((quads, 4, p, tile.cols), lambda i, j: (i, 0, 0, j)),
         pl.BlockSpec((p, tile.cols, tile.rows), lambda i, j: (0, j, i)),
         pl.BlockSpec((1, 1), lambda i, j: (i, j)),
     ]
@@ -124,7 +126,7 @@ def quantize_tiles(
         out_shape.append(jax.ShapeDtypeStruct((grid[0], p, n), jnp.float32))
         out_specs.append(pl.BlockSpec((1, p, tile.cols), lambda i, j: (i, 0, j)))
     outs = pl.pallas_call(
-        lambda *refs: _program(refs, job, fp8_dtype, repair=interpret),
+        lambda *refs: _program(refs, job, fp8_dtype, PORTABLE if interpret else PTX),
         grid=grid,
         in_specs=in_specs,
         out_specs=out_specs,
@@ -133,30 +135,38 @@ def quantize_tiles(
         interpret=interpret,
         name=job.name,
     )(*inputs, scale.reshape(1))
-    as_codes = lambda q, shape: lax.bitcast_convert_type(q.reshape(shape), jnp.uint8)
     return Quantized(
-        as_codes(outs[0], (m, p * n)),
-        as_codes(outs[1], (p * n, m)),
+        outs[0].reshape(m, p * n),
+        outs[1].reshape(p * n, m),
         jnp.max(outs[2]),
         jnp.sum(outs[3], axis=0).reshape(p * n) if job.column_sums else None,
     )
 
 
+def _extent(job: Job, operands: tuple[jax.Array, ...]) -> tuple[int, int]:
+    rows, cols = operands[0].shape
+    return rows, cols // job.in_planes[0]
+
+
 def _inputs(
     job: Job, operands: tuple[jax.Array, ...], grid: tuple[int, int], tile: Tile
 ) -> tuple[list[pl.BlockSpec], list[jax.Array]]:
-    """Block specifications and arrays, one per plane and vector, then the scale."""
+    """Block specifications and arrays, one per plane and vector, then the scale.
+
+    Rows come in fours, `[M / 4, 4, N]`, so that a program holds four rows apart.
+    """
     specs, arrays = [], []
+    quads = tile.rows // 4
     planes = len(job.in_planes)
     for operand, p in zip(operands[:planes], job.in_planes, strict=True):
         for k in range(p):
-            index = lambda i, j, k=k: (i, j + k * grid[1])
-            specs.append(pl.BlockSpec((tile.rows, tile.cols), index))
-            arrays.append(operand)
+            index = lambda i, j, k=k: (i, 0, j + k * grid[1])
+            specs.append(pl.BlockSpec((quads, 4, tile.cols), index))
+            arrays.append(operand.reshape(-1, 4, operand.shape[1]))
     rows_end = planes + job.row_vectors
     for vector in operands[planes:rows_end]:
-        specs.append(pl.BlockSpec((tile.rows,), lambda i, j: (i,)))
-        arrays.append(vector)
+        specs.append(pl.BlockSpec((quads, 4), lambda i, j: (i, 0)))
+        arrays.append(vector.reshape(-1, 4))
     for vector in operands[rows_end:]:
         specs.append(pl.BlockSpec((tile.cols,), lambda i, j: (j,)))
         arrays.append(vector)
@@ -164,37 +174,46 @@ def _inputs(
     return specs, arrays
 
 
-def _program(refs: tuple[Any, ...], job: Job, fp8_dtype: Any, *, repair: bool) -> None:
+def _program(
+    refs: tuple[Any, ...], job: Job, fp8_dtype: Any, isa: Instructions
+) -> None:
     n_tiles = sum(job.in_planes)
-    n_in = n_tiles + job.row_vectors + job.col_vectors
-    values = [ref[...].astype(jnp.float32) for ref in refs[:n_in]]
-    for k in range(n_tiles, n_in):
-        axis = 1 if k < n_tiles + job.row_vectors else 0
-        values[k] = jnp.expand_dims(values[k], axis)
+    n_rows = n_tiles + job.row_vectors
+    n_in = n_rows + job.col_vectors
     scale = refs[n_in][0]
     codes_ref, codes_t_ref, amax_ref, *sums_ref = refs[n_in + 1 :]
-    largest = None
-    for plane, v in enumerate(job.value(*values)):
-        here = jnp.max(jnp.where(v == v, jnp.abs(v), jnp.zeros_like(v)))
-        largest = here if largest is None else jnp.maximum(largest, here)
-        top = float(jnp.finfo(fp8_dtype).max)
-        q = jnp.clip(_scaled(v, scale, repair=repair), -top, top).astype(fp8_dtype)
-        codes_ref[:, plane, :] = q
-        codes_t_ref[plane, :, :] = q.T
+
+    as_float = lambda v: v.astype(jnp.float32)
+    columns = [as_float(ref[...])[None, :] for ref in refs[n_rows:n_in]]
+    of_row = [
+        job.value(
+            isa,
+            *(as_float(ref[:, r, :]) for ref in refs[:n_tiles]),
+            *(as_float(ref[:, r])[:, None] for ref in refs[n_tiles:n_rows]),
+            *columns,
+        )
+        for r in range(4)
+    ]
+    largest = []
+    for plane, rows in enumerate(zip(*of_row, strict=True)):
+        top = isa.amax(rows)
+        largest.append(jnp.max(jnp.where(top == top, top, jnp.zeros_like(top))))
+        scaled = tuple(isa.scaled(v, scale) for v in rows)
+        for r, v in enumerate(scaled):
+            codes_ref[:, r, plane, :] = isa.codes(v, fp8_dtype)
+        codes_t_ref[plane, :, :] = _transposed(isa.packed(scaled, fp8_dtype))
         if sums_ref:
-            sums_ref[0][0, plane, :] = jnp.sum(v, axis=0)
-    amax_ref[0, 0] = largest
+            total = (rows[0] + rows[1]) + (rows[2] + rows[3])
+            sums_ref[0][0, plane, :] = jnp.sum(total, axis=0)
+    amax_ref[0, 0] = functools.reduce(jnp.maximum, largest)
 
 
-def _scaled(v: jax.Array, scale: jax.Array, *, repair: bool) -> jax.Array:
-    """`v * scale` in float32; on the CPU XLA reads subnormals of `v` as 0."""
-    product = v * scale
-    if not repair:
-        return product
-    bits = lax.bitcast_convert_type(v, jnp.int32)
-    mantissa = bits & 0x007FFFFF
-    signed = jnp.where(bits < 0, -mantissa, mantissa).astype(jnp.float32)
-    subnormal = (bits & 0x7F800000) == 0
-    # 2**-149 in two factors: as one it would itself be read as 0.
-    tiny = scale * jnp.float32(2.0**-75) * jnp.float32(2.0**-74)
-    return jnp.where(subnormal, signed * tiny, product)
+def _transposed(packed: jax.Array) -> jax.Array:
+    """Words `[rows / 4, cols]` of four codes each to codes `[cols, rows]`.
+
+    Whole words cross between threads, a quarter of the moves that bytes would take.
+    """
+    words = packed.T
+    bytes_ = [(words >> (8 * k)).astype(jnp.uint8) for k in range(4)]
+    even, odd = (jnp.stack(bytes_[k::2], axis=-1) for k in (0, 1))
+    return jnp.stack([even, odd], axis=-1).reshape(words.shape[0], -1)
