@@ -32,7 +32,23 @@ from ._modules import LayerNormLinear as LayerNormLinear
 from ._modules import LayerNormMLP as LayerNormMLP
 from ._modules import LayerNorm as LayerNorm
 from ._modules import RMSNorm as RMSNorm
+from ._modules import DotProductAttention as DotProductAttention
+from ._modules import MultiheadAttention as MultiheadAttention
+from ._modules import TransformerLayer as TransformerLayer
 from ._regions import checkpoint as checkpoint
 from ._regions import (
     get_activation_recompute_contexts as get_activation_recompute_contexts,
 )
+from ._convert import convert as convert
+from ._te_names import fp8_autocast as fp8_autocast
+from ._te_names import fp8_model_init as fp8_model_init
+from ._te_names import quantized_model_init as quantized_model_init
+from ._te_names import get_default_recipe as get_default_recipe
+from ._te_names import get_device_compute_capability as get_device_compute_capability
+from ._te_names import is_bf16_available as is_bf16_available
+from ._te_names import is_fp8_available as is_fp8_available
+from ._te_names import missing as _missing
+
+
+def __getattr__(name: str) -> object:
+    raise _missing(name)

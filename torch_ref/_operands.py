@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from . import _kernels
 from ._quantize import amax, cast_transpose, quantize
 from ._typing import Scalar, Tensor
 
@@ -66,6 +67,8 @@ def _reference(
 def _both_layouts(
     x: torch.Tensor, scale: torch.Tensor, fp8_dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    if _kernels.is_supported(x):
+        return tuple(_kernels.cast_transpose(x, scale, fp8_dtype))
     q, q_t, x_amax = cast_transpose(x, scale, fp8_dtype)
     return q, q_t, scale.reciprocal(), scale.clone(), x_amax
 

@@ -534,7 +534,10 @@ def dropout(run):
     for k, gain in enumerate(GAINS):
         x = batch(k, gain)
         with fp8():
-            y = run.ck(lambda x: torch.dropout(layer(torch.dropout(x, 0.5, True)), 0.5, True), x)
+            y = run.ck(
+                lambda x: torch.dropout(layer(torch.dropout(x, 0.5, True)), 0.5, True),
+                x,
+            )
         y.backward(cotangent(k, gain))
         run.end_step(x, y, torch.rand(4))
 

@@ -17,9 +17,7 @@ def one_thread():
 
 @pytest.mark.bitwise
 @pytest.mark.filterwarnings("ignore:a backward ended while the autocast:UserWarning")
-@pytest.mark.parametrize(
-    ("case", "kind"), ROWS, ids=[f"{c.name}-{k}" for c, k in ROWS]
-)
+@pytest.mark.parametrize(("case", "kind"), ROWS, ids=[f"{c.name}-{k}" for c, k in ROWS])
 def test_equals_plain(case, kind):
     plain = logged(case.name, "plain")
     ours = logged(case.name, kind)

@@ -444,9 +444,10 @@ def test_weight_cache_carries_its_own_scale():
     assert torch.equal(module.weight_amax_history, history)
     with fp8():
         refreshed = module(constant(1.0), is_first_microbatch=True)
-    assert module.weight_cache["weight"].scale == module.weight_amax_history.new_tensor(
-        448.0
-    ) / history.max()
+    assert (
+        module.weight_cache["weight"].scale
+        == module.weight_amax_history.new_tensor(448.0) / history.max()
+    )
     assert refreshed.abs().max() < y.abs().max() / 4
 
 

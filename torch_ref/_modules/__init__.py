@@ -5,3 +5,6 @@ from .mlp import LayerNormMLP as LayerNormMLP
 from .norm import LayerNorm as LayerNorm
 from .norm import LayerNormLinear as LayerNormLinear
 from .norm import RMSNorm as RMSNorm
+from .attention import DotProductAttention as DotProductAttention
+from .attention import MultiheadAttention as MultiheadAttention
+from .transformer import TransformerLayer as TransformerLayer

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -24,7 +23,7 @@ from .functional import (
 )
 from .norm import norm_parameters, normalize
 from .options import check_options
-from .parameters import add_linear, add_norm
+from .parameters import Init, add_linear, add_norm
 
 
 class LayerNormMLP(Fp8Module):
@@ -84,8 +83,8 @@ class LayerNormMLP(Fp8Module):
         zero_centered_gamma: bool = False,
         return_bias: bool = False,
         return_layernorm_output: bool = False,
-        init_method: Callable[[Tensor], Any] | None = None,
-        output_layer_init_method: Callable[[Tensor], Any] | None = None,
+        init_method: Init = None,
+        output_layer_init_method: Init = None,
         params_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         amax_history_len: int = 1024,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from .base import Fp8Module
 from .function import Layer, apply, compute_dtype, linear
 from .functional import NORMALIZATIONS, Normalize, check_choice, normalization
 from .options import check_options
-from .parameters import Split, add_linear, add_norm, gather
+from .parameters import Init, Split, add_linear, add_norm, gather
 
 
 class LayerNorm(nn.Module):
@@ -132,7 +131,7 @@ class LayerNormLinear(Fp8Module):
         return_bias: bool = False,
         return_layernorm_output: bool = False,
         parameters_split: Split = None,
-        init_method: Callable[[Tensor], Any] | None = None,
+        init_method: Init = None,
         params_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         amax_history_len: int = 1024,

@@ -13,6 +13,7 @@ from torch_ref._typing import Tensor
 
 Split: TypeAlias = Sequence[str] | Mapping[str, int] | None
 Factory: TypeAlias = dict[str, Any]
+Init: TypeAlias = Callable[[Tensor], Any] | None
 
 
 def add_norm(
@@ -39,7 +40,7 @@ def add_linear(
     *,
     bias: bool,
     split: Split,
-    init_method: Callable[[Tensor], Any] | None,
+    init_method: Init,
     factory: Factory,
 ) -> tuple[str, ...]:
     """Registers the weight `[n, k]` and the bias `[n]` of a layer, whole or in parts.
@@ -54,15 +55,26 @@ def add_linear(
     parts = _parts(split, rows)
     for part, part_rows in parts.items():
         weight = nn.Parameter(torch.empty(part_rows, columns, **factory))
-        if init_method is None:
-            nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
-        else:
-            init_method(weight)
         module.register_parameter(f"{layer}{part}weight", weight)
-    for part, part_rows in parts.items():
         value = nn.Parameter(torch.zeros(part_rows, **factory)) if bias else None
         module.register_parameter(f"{layer}{part}bias", value)
+        reset_linear(weight, value, init_method)
     return tuple(parts)
+
+
+def reset_linear(
+    weight: Tensor, bias: Tensor | None, init_method: Init
+) -> None:
+    """Initialises as `torch.nn.Linear`, or the weight by `init_method`, the bias by 0."""
+    if init_method is not None:
+        init_method(weight)
+        if bias is not None:
+            nn.init.zeros_(bias)
+        return
+    nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
+    if bias is not None:
+        bound = 1 / math.sqrt(weight.shape[1]) if weight.shape[1] > 0 else 0
+        nn.init.uniform_(bias, -bound, bound)
 
 
 def gather(
