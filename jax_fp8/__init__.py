@@ -52,6 +52,18 @@ from ._training import (
     value_and_grad,
 )
 
+# Other libraries' states.
+from ._interop import (
+    from_flax_fp8_ops,
+    from_te_jax,
+    from_te_torch,
+    from_torch_ref,
+    to_flax_fp8_ops,
+    to_te_jax,
+    to_te_torch,
+    to_torch_ref,
+)
+
 __all__ = [
     "COLLECTIONS",
     "SCAN_AXES",
@@ -74,6 +86,10 @@ __all__ = [
     "checkpoint_policies",
     "codes",
     "dequantize",
+    "from_flax_fp8_ops",
+    "from_te_jax",
+    "from_te_torch",
+    "from_torch_ref",
     "in_fp8_activation_recompute_phase",
     "in_recompute_region",
     "init_scaling",
@@ -90,6 +106,10 @@ __all__ = [
     "remat",
     "scan",
     "skip_update",
+    "to_flax_fp8_ops",
+    "to_te_jax",
+    "to_te_torch",
+    "to_torch_ref",
     "update",
     "update_scaling",
     "value_and_grad",
