@@ -12,12 +12,16 @@ import warnings
 from collections import defaultdict
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+
 from ._scaling import running_max, update_
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ._recipe import DelayedScaling
     from ._reduction import Reduction, Slot
-    from ._typing import Scalar, Scalars
+    from ._typing import Scalar, Scalars, Tensor
 
 
 class Observation(NamedTuple):
@@ -126,11 +130,53 @@ class BackwardFrame(Frame):
         """Commits the gradients; called by autograd once the backward has succeeded."""
         if self._settings is None:
             return
+        for slot in [slot for slot in self._seen if slot.module.gradient_hold]:
+            held = slot.module.gradient_hold
+            held.hold(slot, self._seen.pop(slot), *self._settings)
         self.commit(*self._settings, backward=True)
         if any(forward.open and not forward.warned for forward in self._forwards):
             for forward in self._forwards:
                 forward.warned = True
             warnings.warn(_STILL_OPEN, UserWarning, stacklevel=2)
+
+
+class HeldGradients(Frame):
+    """Gradients of a backward that may turn out not to count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._settings: tuple[DelayedScaling, Reduction | None] | None = None
+
+    def hold(
+        self,
+        slot: Slot,
+        seen: list[Observation],
+        recipe: DelayedScaling,
+        reduction: Reduction | None,
+    ) -> None:
+        """Takes over what a backward observed of one tensor."""
+        self._settings = (recipe, reduction)
+        self._seen.setdefault(slot, []).extend(seen)
+
+    def has_inf(self) -> bool:
+        """Whether an amax is infinite."""
+        amaxes = [o.amax for seen in self._seen.values() for o in seen]
+        return any(not bool(amax.isfinite()) for amax in amaxes)
+
+    def release(self, found_inf: Callable[[], bool | Tensor]) -> None:
+        """Commits what is held, or drops it on all ranks if one found an inf."""
+        if self._settings is None:
+            return
+        recipe, reduction = self._settings
+        skip = torch.as_tensor(found_inf(), dtype=torch.float32).reshape(1)
+        if reduction is not None:
+            device = next(iter(self._seen.values()))[0].amax.device
+            skip = skip.to(device)
+            reduction.reduce(skip)
+        if skip:
+            self.take()
+        else:
+            self.commit(recipe, reduction, backward=True)
 
 
 _STILL_OPEN = (

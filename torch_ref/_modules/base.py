@@ -15,6 +15,7 @@ from torch import nn
 
 from torch_ref import _engine
 from torch_ref._errors import FP8StateError
+from torch_ref._frames import HeldGradients
 from torch_ref._operands import Quantized
 from torch_ref._quantize import FP8_MAX, E4M3, amax
 from torch_ref._scaling import ScalingState, init_scaling, resize_history
@@ -46,6 +47,7 @@ class Fp8Module(nn.Module):
             )
         self.weight_cache: dict[str, Quantized] = {}
         self.reduction_agreed: object = None
+        self.gradient_hold: HeldGradients | None = None
         for role in self._roles():
             state = init_scaling(amax_history_len, device)
             self.register_buffer(f"{role}_scale", state.scale)
@@ -125,7 +127,12 @@ class Fp8Module(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # Kept codes belong to this module's weights of this step, not to a copy.
-        return {**self.__dict__, "weight_cache": {}, "reduction_agreed": None}
+        return {
+            **self.__dict__,
+            "weight_cache": {},
+            "reduction_agreed": None,
+            "gradient_hold": None,
+        }
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any
@@ -156,14 +163,14 @@ class Fp8Module(nn.Module):
     def _new_state(
         self, state_dict: dict[str, Any], prefix: str, role: str, length: int
     ) -> ScalingState:
-        weights = []
-        if role.endswith("weight"):
-            names = self.weight_names(role.removesuffix("weight"))
-            weights = [state_dict.get(prefix + name) for name in names]
-            weights = [w for w in weights if w is not None and not w.is_meta]
+        layer = next(layer for layer in self.layers if role.startswith(layer))
+        weights = [state_dict.get(prefix + name) for name in self.weight_names(layer)]
+        weights = [w for w in weights if isinstance(w, Tensor) and not w.is_meta]
         if not weights:
             return init_scaling(length, self.scaling_state(role).scale.device)
         state = init_scaling(length, weights[0].device)
+        if role != f"{layer}weight":
+            return state
         # A weight beyond the range of FP8 would be clipped in the first step.
         largest = torch.stack([amax(w.float()) for w in weights]).amax()
         fp8_max = largest.new_tensor(FP8_MAX[E4M3])

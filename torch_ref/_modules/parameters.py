@@ -62,9 +62,7 @@ def add_linear(
     return tuple(parts)
 
 
-def reset_linear(
-    weight: Tensor, bias: Tensor | None, init_method: Init
-) -> None:
+def reset_linear(weight: Tensor, bias: Tensor | None, init_method: Init) -> None:
     """Initialises as `torch.nn.Linear`, or the weight by `init_method`, the bias by 0."""
     if init_method is not None:
         init_method(weight)
