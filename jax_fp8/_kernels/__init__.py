@@ -4,12 +4,12 @@ Each reads its operands once and gives codes, transposed codes and the amax. On 
 platforms, and where a kernel cannot run, XLA compiles the reference.
 """
 
+from ._tiles import Quantized as Quantized
 from .activation import Activation as Activation
 from .activation import act_cast_transpose as act_cast_transpose
 from .activation import activate as activate
 from .activation import dact_cast_transpose as dact_cast_transpose
 from .cast_transpose import cast_transpose as cast_transpose
-from ._tiles import Quantized as Quantized
 
 __all__ = [
     "Activation",

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -41,19 +42,30 @@ def dispatch(
         fp8_dtype: `jnp.float8_e4m3fn` or `jnp.float8_e5m2`.
         tile: The largest tile to use.
     """
-    portable = lambda *args: reference(*args, fp8_dtype)
+    portable = lambda *args: _fields(job, reference(*args, fp8_dtype))
     if _local_tile(job, operands, tile) is None or _is_manual(operands):
-        return portable(*operands, scale)
+        return Quantized(**portable(*operands, scale))
     kernel = functools.partial(_partitioned(job), job, reference, fp8_dtype, tile)
-    sums = job.column_sums
-    as_tuple = lambda q: tuple(q) if sums else tuple(q)[:3]
-    out = lax.platform_dependent(
-        *operands,
-        scale,
-        cuda=kernel,
-        default=lambda *args: as_tuple(portable(*args)),
-    )
-    return Quantized(*out)
+
+    @custom_vmap
+    def run(*args: jax.Array) -> dict[str, jax.Array]:
+        return lax.platform_dependent(*args, cuda=kernel, default=portable)
+
+    @run.def_vmap
+    def run_mapped(axis_size: int, in_batched: list[bool], *args: jax.Array) -> Any:
+        axes = [0 if batched else None for batched in in_batched]
+        out = jax.vmap(portable, in_axes=axes, axis_size=axis_size)(*args)
+        mapped = dict.fromkeys(out, True)
+        if not in_batched[-1]:
+            # One scale, one tensor: the amax of the whole batch, the same in each row.
+            out["amax"], mapped["amax"] = out["amax"][0], False
+        return out, mapped
+
+    return Quantized(**run(*operands, scale))
+
+
+def _fields(job: Job, quantized: Quantized) -> dict[str, jax.Array]:
+    return {name: getattr(quantized, name) for name in job.results}
 
 
 def _local_tile(job: Job, operands: tuple[Any, ...], tile: Tile) -> Tile | None:
@@ -74,14 +86,14 @@ def _is_manual(operands: tuple[jax.Array, ...]) -> bool:
 
 def _run(
     job: Job, reference: Reference, fp8_dtype: Any, tile: Tile, *args: jax.Array
-) -> tuple[jax.Array, ...]:
+) -> dict[str, jax.Array]:
     *operands, scale = args
     fit = _local_tile(job, tuple(operands), tile)
     if fit is None:
-        out = reference(*operands, scale, fp8_dtype)
-    else:
-        out = quantize_tiles(job, tuple(operands), scale, fp8_dtype, tile=fit)
-    return tuple(out) if job.column_sums else tuple(out)[:3]
+        return _fields(job, reference(*operands, scale, fp8_dtype))
+    return _fields(
+        job, quantize_tiles(job, tuple(operands), scale, fp8_dtype, tile=fit)
+    )
 
 
 @functools.cache
@@ -92,7 +104,8 @@ def _partitioned(job: Job) -> custom_partitioning:
     operands = [f"i {wide(p)}" for p in job.in_planes]
     operands += ["i"] * job.row_vectors + ["j"] * job.col_vectors + [""]
     out = wide(job.out_planes)
-    results = [f"i {out}", f"{out} i", ""] + [out] * job.column_sums
+    by_name = _by_name(job, f"i {out}", "", f"{out} i", out)
+    results = [by_name[name] for name in sorted(by_name)]  # in the order of a pytree
     call = custom_partitioning(_run, static_argnums=(0, 1, 2, 3))
     call.def_partition(
         partition=_partition,
@@ -105,19 +118,25 @@ def _partitioned(job: Job) -> custom_partitioning:
 
 def _axes(job: Job, arg_infos: Any) -> tuple[Any, Any]:
     """Mesh axes over which the rows and the columns of the first operand are split."""
-    spec = tuple(arg_infos[0].sharding.spec) + (None, None)
+    spec = (*arg_infos[0].sharding.spec, None, None)
     gated = max(*job.in_planes, job.out_planes) > 1
     return spec[0], None if gated else spec[1]
 
 
 def _shardings(
     job: Job, mesh: Any, rows: Any, cols: Any
-) -> tuple[list[NamedSharding], tuple[NamedSharding, ...]]:
+) -> tuple[list[NamedSharding], dict[str, NamedSharding]]:
     on = lambda *spec: NamedSharding(mesh, PartitionSpec(*spec))
     operands = [on(rows, cols) for _ in job.in_planes]
     operands += [on(rows)] * job.row_vectors + [on(cols)] * job.col_vectors + [on()]
-    results = (on(rows, cols), on(cols, rows), on())
-    return operands, results + ((on(cols),) if job.column_sums else ())
+    return operands, _by_name(job, on(rows, cols), on(), on(cols, rows), on(cols))
+
+
+def _by_name(
+    job: Job, codes: Any, amax: Any, codes_t: Any, sums: Any
+) -> dict[str, Any]:
+    every = {"codes": codes, "amax": amax, "codes_t": codes_t, "sums": sums}
+    return {name: every[name] for name in job.results}
 
 
 def _infer(
@@ -128,7 +147,7 @@ def _infer(
     mesh: Any,
     arg_infos: Any,
     result_infos: Any,
-) -> tuple[NamedSharding, ...]:
+) -> dict[str, NamedSharding]:
     del reference, fp8_dtype, tile, result_infos
     return _shardings(job, mesh, *_axes(job, arg_infos))[1]
 
@@ -147,13 +166,13 @@ def _partition(
     operands, results = _shardings(job, mesh, rows, cols)
     names = lambda axes: axes if isinstance(axes, tuple) else (axes,) if axes else ()
 
-    def local(*args: jax.Array) -> tuple[jax.Array, ...]:
-        codes, codes_t, amax, *sums = _run(job, reference, fp8_dtype, tile, *args)
+    def local(*args: jax.Array) -> dict[str, jax.Array]:
+        out = _run(job, reference, fp8_dtype, tile, *args)
         if everywhere := names(rows) + names(cols):
-            amax = lax.pmax(amax, everywhere)
-        if sums and names(rows):
-            sums = [lax.psum(sums[0], names(rows))]
-        return codes, codes_t, amax, *sums
+            out["amax"] = lax.pmax(out["amax"], everywhere)
+        if job.column_sums and names(rows):
+            out["sums"] = lax.psum(out["sums"], names(rows))
+        return out
 
     return mesh, local, results, operands
 

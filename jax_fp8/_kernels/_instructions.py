@@ -100,7 +100,7 @@ class _Ptx:
 
     def amax(self, rows: Rows) -> jax.Array:
         # max.f32 returns the operand that is not NaN.
-        lines = [f".reg .f32 m<5>; abs.f32 m1, $1;"]
+        lines = [".reg .f32 m<5>; abs.f32 m1, $1;"]
         for k in (2, 3, 4):
             lines.append(f"abs.f32 m{k}, ${k}; max.f32 m1, m1, m{k};")
         return _asm(" ".join([*lines, "mov.f32 $0, m1;"]), "=f,f,f,f,f", rows)
@@ -124,7 +124,9 @@ PTX: Instructions = _Ptx()
 def _convert(fp8_dtype: Any) -> str:
     fmt = _PTX_FORMAT[jnp.dtype(fp8_dtype)]
     cvt = f"cvt.rn.satfinite.{fmt}.f32"  # the second operand goes to the low byte
-    return f".reg .b16 lo, hi; {cvt} lo, $2, $1; {cvt} hi, $4, $3; mov.b32 $0, {{lo, hi}};"
+    return (
+        f".reg .b16 lo, hi; {cvt} lo, $2, $1; {cvt} hi, $4, $3; mov.b32 $0, {{lo, hi}};"
+    )
 
 
 def _asm(

@@ -47,6 +47,7 @@ class Job:
         row_vectors: How many `[M]` operands follow.
         col_vectors: How many `[N]` operands follow those.
         out_planes: Planes of the result `[M, p * N]`.
+        transposed: Whether the transposed codes are written.
         column_sums: Whether the sums of each column of the values are returned too.
     """
 
@@ -56,15 +57,22 @@ class Job:
     row_vectors: int = 0
     col_vectors: int = 0
     out_planes: int = 1
+    transposed: bool = True
     column_sums: bool = False
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        """Names of what the kernel writes, fields of `Quantized`, in their order."""
+        optional = (("codes_t", self.transposed), ("sums", self.column_sums))
+        return ("codes", "amax", *(name for name, wanted in optional if wanted))
 
 
 class Quantized(NamedTuple):
-    """Codes `[M, N]`, transposed codes `[N, M]` (uint8), amax `()`, sums `[N]` or None."""
+    """Codes `[M, N]`, amax `()`; on demand codes `[N, M]` and column sums `[N]`."""
 
     codes: jax.Array
-    codes_t: jax.Array
     amax: jax.Array
+    codes_t: jax.Array | None = None
     sums: jax.Array | None = None
 
 
@@ -112,35 +120,36 @@ def quantize_tiles(
     grid = (m // tile.rows, n // tile.cols)
     in_specs, inputs = _inputs(job, operands, grid, tile)
     quads = tile.rows // 4
-    out_shape = [
-        jax.ShapeDtypeStruct((m // 4, 4, p, n), jnp.uint8),
-        jax.ShapeDtypeStruct((p, n, m), jnp.uint8),
-        jax.ShapeDtypeStruct(grid, jnp.float32),
-    ]
-    out_specs = [
-        pl.BlockSpec((quads, 4, p, tile.cols), lambda i, j: (i, 0, 0, j)),
-        pl.BlockSpec((p, tile.cols, tile.rows), lambda i, j: (0, j, i)),
-        pl.BlockSpec((1, 1), lambda i, j: (i, j)),
-    ]
-    if job.column_sums:
-        out_shape.append(jax.ShapeDtypeStruct((grid[0], p, n), jnp.float32))
-        out_specs.append(pl.BlockSpec((1, p, tile.cols), lambda i, j: (i, 0, j)))
+    out_shape = {
+        "codes": jax.ShapeDtypeStruct((m // 4, 4, p, n), jnp.uint8),
+        "amax": jax.ShapeDtypeStruct(grid, jnp.float32),
+        "codes_t": jax.ShapeDtypeStruct((p, n, m), jnp.uint8),
+        "sums": jax.ShapeDtypeStruct((grid[0], p, n), jnp.float32),
+    }
+    out_specs = {
+        "codes": pl.BlockSpec((quads, 4, p, tile.cols), lambda i, j: (i, 0, 0, j)),
+        "amax": pl.BlockSpec((1, 1), lambda i, j: (i, j)),
+        "codes_t": pl.BlockSpec((p, tile.cols, tile.rows), lambda i, j: (0, j, i)),
+        "sums": pl.BlockSpec((1, p, tile.cols), lambda i, j: (i, 0, j)),
+    }
+    wanted = job.results
     outs = pl.pallas_call(
         lambda *refs: _program(refs, job, fp8_dtype, PORTABLE if interpret else PTX),
         grid=grid,
         in_specs=in_specs,
-        out_specs=out_specs,
-        out_shape=out_shape,
+        out_specs=[out_specs[name] for name in wanted],
+        out_shape=[out_shape[name] for name in wanted],
         compiler_params=pltriton.CompilerParams(num_warps=tile.num_warps),
         interpret=interpret,
         name=job.name,
     )(*inputs, scale.reshape(1))
-    return Quantized(
-        outs[0].reshape(m, p * n),
-        outs[1].reshape(p * n, m),
-        jnp.max(outs[2]),
-        jnp.sum(outs[3], axis=0).reshape(p * n) if job.column_sums else None,
-    )
+    final = {
+        "codes": lambda q: q.reshape(m, p * n),
+        "amax": jnp.max,
+        "codes_t": lambda q: q.reshape(p * n, m),
+        "sums": lambda partial: jnp.sum(partial, axis=0).reshape(p * n),
+    }
+    return Quantized(**{k: final[k](v) for k, v in zip(wanted, outs, strict=True)})
 
 
 def _extent(job: Job, operands: tuple[jax.Array, ...]) -> tuple[int, int]:
@@ -165,12 +174,12 @@ def _inputs(
             arrays.append(operand.reshape(-1, 4, operand.shape[1]))
     rows_end = planes + job.row_vectors
     for vector in operands[planes:rows_end]:
-        specs.append(pl.BlockSpec((quads, 4), lambda i, j: (i, 0)))
+        specs.append(pl.BlockSpec((quads, 4), lambda i, _: (i, 0)))
         arrays.append(vector.reshape(-1, 4))
     for vector in operands[rows_end:]:
-        specs.append(pl.BlockSpec((tile.cols,), lambda i, j: (j,)))
+        specs.append(pl.BlockSpec((tile.cols,), lambda _, j: (j,)))
         arrays.append(vector)
-    specs.append(pl.BlockSpec((1,), lambda i, j: (0,)))
+    specs.append(pl.BlockSpec((1,), lambda *_: (0,)))
     return specs, arrays
 
 
@@ -181,7 +190,7 @@ def _program(
     n_rows = n_tiles + job.row_vectors
     n_in = n_rows + job.col_vectors
     scale = refs[n_in][0]
-    codes_ref, codes_t_ref, amax_ref, *sums_ref = refs[n_in + 1 :]
+    out = dict(zip(job.results, refs[n_in + 1 :], strict=True))
 
     as_float = lambda v: v.astype(jnp.float32)
     columns = [as_float(ref[...])[None, :] for ref in refs[n_rows:n_in]]
@@ -200,12 +209,14 @@ def _program(
         largest.append(jnp.max(jnp.where(top == top, top, jnp.zeros_like(top))))
         scaled = tuple(isa.scaled(v, scale) for v in rows)
         for r, v in enumerate(scaled):
-            codes_ref[:, r, plane, :] = isa.codes(v, fp8_dtype)
-        codes_t_ref[plane, :, :] = _transposed(isa.packed(scaled, fp8_dtype))
-        if sums_ref:
+            out["codes"][:, r, plane, :] = isa.codes(v, fp8_dtype)
+        if job.transposed:
+            words = isa.packed(scaled, fp8_dtype)
+            out["codes_t"][plane, :, :] = _transposed(words)
+        if job.column_sums:
             total = (rows[0] + rows[1]) + (rows[2] + rows[3])
-            sums_ref[0][0, plane, :] = jnp.sum(total, axis=0)
-    amax_ref[0, 0] = functools.reduce(jnp.maximum, largest)
+            out["sums"][0, plane, :] = jnp.sum(total, axis=0)
+    out["amax"][0, 0] = functools.reduce(jnp.maximum, largest)
 
 
 def _transposed(packed: jax.Array) -> jax.Array:

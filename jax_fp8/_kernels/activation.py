@@ -42,7 +42,12 @@ def activate(activation: Activation, hidden: jax.Array) -> jax.Array:
 
 
 def act_cast_transpose(
-    hidden: jax.Array, scale: jax.Array, fp8_dtype: Any, activation: Activation
+    hidden: jax.Array,
+    scale: jax.Array,
+    fp8_dtype: Any,
+    activation: Activation,
+    *,
+    transposed: bool = True,
 ) -> Quantized:
     """`act(float32(h))`, quantised.
 
@@ -51,8 +56,9 @@ def act_cast_transpose(
         scale: float32 `()`.
         fp8_dtype: `jnp.float8_e4m3fn` or `jnp.float8_e5m2`.
         activation: Which.
+        transposed: Whether transposed codes are wanted.
     """
-    job = _forward_job(activation)
+    job = _forward_job(activation, transposed)
     reference = _forward_reference(activation)
     return dispatch(job, reference, (hidden,), scale, fp8_dtype, ACT_TILE)
 
@@ -87,7 +93,7 @@ def _forward_reference(activation: Activation) -> Any:
     def reference(hidden: jax.Array, scale: jax.Array, fp8_dtype: Any) -> Quantized:
         a = activate(activation, declared(hidden))
         q = codes(quantize(a, scale, fp8_dtype))
-        return Quantized(q, swap(q), amax(a, scale))
+        return Quantized(q, amax(a, scale), swap(q))
 
     return reference
 
@@ -103,16 +109,18 @@ def _backward_reference(activation: Activation, column_sums: bool) -> Any:
             dh = declared(round_to(dh, g.dtype))
         q = codes(quantize(dh, scale, fp8_dtype))
         sums = jnp.sum(dh, axis=0) if column_sums else None
-        return Quantized(q, swap(q), amax(dh, scale), sums)
+        return Quantized(q, amax(dh, scale), swap(q), sums)
 
     return reference
 
 
 @functools.cache
-def _forward_job(activation: Activation) -> Job:
+def _forward_job(activation: Activation, transposed: bool) -> Job:
     planes = (2,) if activation == "swiglu" else (1,)
     value = {"gelu": _gelu, "relu": _relu, "swiglu": _swiglu}[activation]
-    return Job(name=f"fp8_{activation}", value=value, in_planes=planes)
+    return Job(
+        name=f"fp8_{activation}", value=value, in_planes=planes, transposed=transposed
+    )
 
 
 @functools.cache

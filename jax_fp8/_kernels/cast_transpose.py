@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -12,10 +13,13 @@ from ._dispatch import dispatch, swap
 from ._tiles import Job, Quantized, Tile
 
 TILE = Tile(64, 128, 4)
-JOB = Job(name="fp8_cast_transpose", value=lambda isa, v: (v,))
+_BOTH = Job(name="fp8_cast_transpose", value=lambda _, v: (v,))
+_ONE = dataclasses.replace(_BOTH, name="fp8_cast", transposed=False)
 
 
-def cast_transpose(x: jax.Array, scale: jax.Array, fp8_dtype: Any) -> Quantized:
+def cast_transpose(
+    x: jax.Array, scale: jax.Array, fp8_dtype: Any, *, transposed: bool = True
+) -> Quantized:
     """Codes `q [m, n]`, `q^T [n, m]` and `max(|x|)` of `x [m, n]`.
 
     `q = cast(clip(float32(x) * scale))`, equal in all bits to `quantize` and `amax`.
@@ -25,6 +29,7 @@ def cast_transpose(x: jax.Array, scale: jax.Array, fp8_dtype: Any) -> Quantized:
         x: `[m, n]`, BF16, FP16 or float32.
         scale: float32 `()`.
         fp8_dtype: `jnp.float8_e4m3fn` or `jnp.float8_e5m2`.
+        transposed: Whether `q^T` is wanted.
 
     Source: `transformer_engine`'s kernel of the same name has the same contract.
 
@@ -33,10 +38,11 @@ def cast_transpose(x: jax.Array, scale: jax.Array, fp8_dtype: Any) -> Quantized:
     >>> q.codes_t.shape, q.amax
     ((3, 2), Array(1., dtype=float32))
     """
-    return dispatch(JOB, reference, (x,), scale, fp8_dtype, TILE)
+    job = _BOTH if transposed else _ONE
+    return dispatch(job, reference, (x,), scale, fp8_dtype, TILE)
 
 
 def reference(x: jax.Array, scale: jax.Array, fp8_dtype: Any) -> Quantized:
     """The specification: three passes of `jax.numpy`."""
     q = codes(quantize(x, scale, fp8_dtype))
-    return Quantized(q, swap(q), amax(x, scale))
+    return Quantized(q, amax(x, scale), swap(q))

@@ -27,8 +27,9 @@ from jax_fp8._context import (
     in_fp8_activation_recompute_phase,
     in_recompute_region,
 )
+from jax_fp8._dot import fp8_dot
 from jax_fp8._errors import FP8StateError, RecomputeMismatchError
-from jax_fp8._gemm import Gemm, Scales, fp8_dot
+from jax_fp8._gemm import Gemm, Scales
 from jax_fp8._quantize import E4M3, E5M2
 from jax_fp8._recipe import Format
 from jax_fp8._scaling import ScalingState, init_scaling, observe

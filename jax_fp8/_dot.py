@@ -1,0 +1,149 @@
+"""One FP8 layer, forward and backward, as one differentiable operation.
+
+The codes of the forward serve the backward: nothing is quantised twice. What is kept
+between them is FP8 codes, as uint8, and float32 scalars.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from ._errors import FP8StateError
+from ._gemm import (
+    DOT_NAME,
+    INPUT_NAME,
+    Amaxes,
+    Gemm,
+    Operand,
+    Scales,
+    dgrad,
+    fprop,
+    wgrad,
+)
+from ._operands import from_kept, from_layout, kept, kernel_operand, quantize_operand
+from ._quantize import E4M3, declared, round_to
+from ._scaling import float_bits, float_from_bits
+from ._typing import AnyFloat, Array, Codes, Scalar, Tap
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def fp8_dot(
+    spec: Gemm,
+    x: AnyFloat,
+    kernel: AnyFloat,
+    bias: AnyFloat | None,
+    kernel_codes: Codes | None,
+    scales: Scales,
+    tap: Tap,
+) -> tuple[AnyFloat, Tap, Amaxes]:
+    """Multiplies in FP8 and observes: `y = x @ kernel + bias`.
+
+    Args:
+        spec: Static description.
+        x: `[*b, *m, *k]`.
+        kernel: `[*b, *k, *n]`.
+        bias: `[*b, *n]` or None; joins before the one rounding of `y`.
+        kernel_codes: Codes of `kernel` under `scales.kernel`, where they exist.
+        scales: Scales of the step.
+        tap: The tap that came out of the layer's previous use in this step.
+
+    Returns:
+        `y [*b, *m, *n]`, the tap for the layer's next use, and the amaxes of `x` and
+        `kernel` (the kernel's is 0 where `kernel_codes` was given).
+        Differentiating with respect to the tap gives `[amax(dy), 1]`, maximised over
+        all uses, because each use passes on the tap of the one before.
+    """
+    return _forward(spec, x, kernel, bias, kernel_codes, scales, tap)[0]
+
+
+def _forward(
+    spec: Gemm,
+    x: AnyFloat,
+    kernel: AnyFloat,
+    bias: AnyFloat | None,
+    kernel_codes: Codes | None,
+    scales: Scales,
+    tap: Tap,
+) -> tuple[tuple[AnyFloat, Tap, Amaxes], tuple[Operand, Operand]]:
+    q_x, amax_x = quantize_operand(
+        x, scales.input, E4M3, spec.contract, spec, INPUT_NAME
+    )
+    q_w, amax_w = kernel_operand(kernel, kernel_codes, scales.kernel, spec)
+    y = fprop(q_x, q_w, spec, bias).astype(spec.out_dtype)
+    if spec.in_region:
+        y = checkpoint_name(y, DOT_NAME)
+    return (y, tap, Amaxes(amax_x, amax_w)), (q_x, q_w)
+
+
+class _Residuals(NamedTuple):
+    """Kept between forward and backward: codes in one layout each, and scalars."""
+
+    x: Codes
+    kernel: Codes
+    scales: Scales
+
+
+def _fwd(spec: Gemm, *args: Any) -> tuple[tuple[AnyFloat, Tap, Amaxes], _Residuals]:
+    x, kernel, bias, _, _, tap = args
+    check_tap_is_differentiated(spec, (x, kernel, bias), tap)
+    primals = jax.custom_derivatives.custom_vjp_primal_tree_values(args)
+    out, (q_x, q_w) = _forward(spec, *primals)
+    return out, _Residuals(kept(q_x, spec), q_w.codes, primals[4])
+
+
+def _bwd(
+    spec: Gemm, residuals: _Residuals, cotangents: tuple[Any, Any, Any]
+) -> tuple[Array, Array, Array | None, None, None, Array]:
+    dy, d_tap, _ = (materialize(c) for c in cotangents)
+    x_codes, w_codes, scales = residuals
+    n_axes = w_codes.ndim - spec.batch - spec.contract
+    m_axes = dy.ndim - spec.batch - n_axes
+    x_cols = spec.contract if spec.in_region else m_axes
+    q_x = from_kept(x_codes, scales.input, E4M3, x_cols, spec)
+    q_w = from_layout(w_codes, scales.kernel, E4M3, n_axes, spec)
+    q_g, amax_g = quantize_operand(
+        dy, scales.output_grad, spec.grad_dtype, n_axes, spec
+    )
+    dx = dgrad(q_g, q_w, spec).astype(spec.x_dtype)
+    dw = wgrad(q_x, q_g, spec)
+    db = bias_gradient(dy, m_axes, spec) if spec.bias else None
+    return dx, dw, db, None, None, next_tap(d_tap, amax_g)
+
+
+def bias_gradient(dy: AnyFloat, m_axes: int, spec: Gemm) -> Array:
+    """The sum of `dy [*b,*m,*n]` over its rows `*m`, in `spec.dtype`."""
+    rows = tuple(range(spec.batch, spec.batch + m_axes))
+    return round_to(jnp.sum(declared(dy), axis=rows), spec.dtype)
+
+
+def next_tap(d_tap: Tap, amax_g: Scalar) -> Tap:
+    """The cotangent of a tap: the maximum so far, and that the layer was used."""
+    largest = jnp.maximum(float_bits(d_tap[0]), float_bits(amax_g))
+    return jnp.stack([float_from_bits(largest), jnp.ones((), jnp.float32)])
+
+
+fp8_dot.defvjp(_fwd, _bwd, symbolic_zeros=True)
+
+
+def check_tap_is_differentiated(spec: Gemm, inputs: Any, tap: Any) -> None:
+    """Without a gradient for the tap, the gradient amax would be lost silently."""
+    differentiated = any(p.perturbed for p in jax.tree.leaves(inputs))
+    if spec.recording and differentiated and not tap.perturbed:
+        raise FP8StateError(
+            f"the gradient through `{spec.path}` does not reach its tap, so the amax "
+            "of the output gradient would be lost and its scale never move. Take "
+            "training gradients with `fp8.value_and_grad(loss_fn)(variables, ...)`; "
+            'where nothing shall be recorded, leave "fp8_scaling" out of `mutable=`'
+        )
+
+
+def materialize(cotangent: Any) -> Any:
+    """Zeros for a cotangent that is symbolically zero."""
+    if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
+        return jnp.zeros(cotangent.shape, cotangent.dtype)
+    return cotangent
