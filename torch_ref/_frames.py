@@ -95,6 +95,8 @@ class Frame:
         vector = running_max(list(amaxes), list(positions), len(slots))
         if reduction is not None:
             reduction.reduce(vector[:reduced])
+            ran_elsewhere = [slot for slot in slots[:reduced] if slot not in seen]
+            _adopt_length([(s, place[s]) for s in ran_elsewhere], vector, recipe)
         _update(slots, vector, {slot: o[-1].recipe for slot, o in seen.items()}, recipe)
 
 
@@ -185,6 +187,17 @@ _STILL_OPEN = (
     "training loop never moves them; open it once per step (if it closes before the "
     "next step, all is well)"
 )
+
+
+def _adopt_length(
+    slots: list[tuple[Slot, int]], amaxes: Scalars, recipe: DelayedScaling
+) -> None:
+    """Resizes histories of modules that ran on another rank only, as that rank did."""
+    length = recipe.amax_history_len
+    for slot, position in slots:
+        history = slot.module.scaling_state(slot.role).amax_history
+        if len(history) != length and amaxes[position] != 0:
+            slot.module.resize_histories(length)
 
 
 def _update(
