@@ -64,6 +64,9 @@ from ._interop import (
     to_torch_ref,
 )
 
+# Is FP8 really used, do the scales fit.
+from ._diagnostics import ScalingReport, assert_fp8_used, scaling_report
+
 __all__ = [
     "COLLECTIONS",
     "SCAN_AXES",
@@ -77,11 +80,13 @@ __all__ = [
     "LayerNormDense",
     "LayerNormMLP",
     "RecomputeMismatchError",
+    "ScalingReport",
     "ScalingState",
     "Ticket",
     "TrainState",
     "TransformerLayer",
     "amax",
+    "assert_fp8_used",
     "autocast",
     "checkpoint_policies",
     "codes",
@@ -104,6 +109,7 @@ __all__ = [
     "region_backward",
     "region_forward",
     "remat",
+    "scaling_report",
     "scan",
     "skip_update",
     "to_flax_fp8_ops",
