@@ -1,4 +1,4 @@
-"""Cross-framework parity: `python -m parity_tests` compares every side with every other.
+"""Cross-framework parity: `python -m parity_tests` compares every side with each other.
 
 A *scenario* is one training run (recipe, precision, region, checkpoint, micro-batches).
 A *side* is something that can run it or has recorded it: `jax_fp8`, `torch_ref`, the

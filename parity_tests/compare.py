@@ -221,20 +221,18 @@ def _bits(x: np.ndarray) -> np.ndarray:
     return np.asarray(x, np.float32).view(np.uint32)
 
 
-def check_alone(
-    trajectory: Trajectory, kept: set[str], *, fp8: bool, captures: bool = True
-) -> list[str]:
+def check_alone(trajectory: Trajectory, kept: set[str]) -> list[str]:
     """What a trajectory must satisfy without another one.
 
-    The recompute multiplied the forward's codes byte for byte, exactly the layers with
-    FP8 in the region kept entries, results are finite and every scale moved.
+    Exactly the layers with FP8 in a region kept entries, the recompute multiplied the
+    forward's codes byte for byte, and the scale of every tensor that was cast moved.
     """
-    failures = []
+    side, failures, moved = trajectory.side, [], set()
     for n, step in enumerate(trajectory.steps):
         if step.kept != kept:
             failures.append(
-                f"step {n}: {trajectory.side} kept recompute entries for "
-                f"{sorted(step.kept)}, expected {sorted(kept)}"
+                f"step {n}: {side} kept recompute entries for {sorted(step.kept)}, "
+                f"expected {sorted(kept)}"
             )
         for key, codes in step.codes.items():
             if key.phase != "recompute":
@@ -242,14 +240,12 @@ def check_alone(
             forward = step.codes.get(key._replace(phase="forward"))
             if forward is None or not np.array_equal(forward, codes):
                 failures.append(
-                    f"step {n}: {trajectory.side} recomputed other codes of "
-                    f"{key.layer}.{key.role}, micro-batch {key.micro}"
+                    f"step {n}: {side} recomputed other codes of {_spell(key)}"
                 )
-        if captures and kept and not any(k.phase == "recompute" for k in step.codes):
-            failures.append(f"step {n}: {trajectory.side} shows no recompute")
-    if fp8:
-        last = trajectory.steps[-1].states
-        stuck = sorted(name for name, state in last.items() if state.scale == 1)
-        if stuck or not last:
-            failures.append(f"{trajectory.side}: scales that never moved: {stuck}")
+        moved |= {name for name, state in step.states.items() if state.scale != 1}
+    cast = {
+        f"{key.layer}.{key.role}" for step in trajectory.steps for key in step.codes
+    }
+    if stuck := sorted(cast - moved):
+        failures.append(f"{side}: scales that never moved: {stuck}")
     return failures

@@ -55,6 +55,19 @@ TOLERANCES: dict[str, Tolerance] = {
         reason="float64 accumulation and one rounding leave nothing to differ in",
         rel_rms={"*": 0.0},
     ),
+    "cpu, numpy": Tolerance(
+        reason="both frameworks take float64 to BF16 or FP16 through float32, numpy "
+        "rounds once: about 1 result in 100,000 is one ulp off",
+        rel_rms={"*": 2e-4},
+    ),
+    "cpu, plain GEMM": Tolerance(
+        reason="a layer without FP8 is the framework's own float32-accumulating GEMM: "
+        "single ulps of the precision differ, and so does what depends on them",
+        rel_rms={"*": 1e-4},
+        gemm_ulps=1,
+        scale_ulps=1,
+        gemm_codes=0.999,
+    ),
     "cpu, norm": Tolerance(
         reason="norm and gelu are float32 elementwise code of two compilers: amax "
         "within 2 float32 ulp, at most 0.1 % of the codes differ (docs/numerics.md, "
@@ -67,14 +80,14 @@ TOLERANCES: dict[str, Tolerance] = {
         gemm_codes=0.999,
     ),
     "recording": Tolerance(
-        reason="the card accumulates in fewer bits: a few BF16 results flip, and a flip "
-        "of the hidden gradient moves an E5M2 code by 12 to 25 %",
+        reason="the card accumulates in fewer bits: a few BF16 results flip, and a "
+        "flip of the hidden gradient moves an E5M2 code by 12 to 25 %",
         rel_rms={"y": 5e-3, "dW2": 5e-3, "dx": 4e-2, "dW1": 4e-2, "*": 4e-2},
         named={},
     ),
     "recording accumulate_3": Tolerance(
-        reason="three gradient amaxes of l1 lie where the card's GEMM rounded to another "
-        "BF16 value; a CPU cannot reach them (golden/README.md)",
+        reason="three gradient amaxes of l1 lie where the card's GEMM rounded to "
+        "another BF16 value; a CPU cannot reach them (golden/README.md)",
         rel_rms={"y": 5e-3, "dW2": 5e-3, "*": 4e-2},
         named={
             ("l1.output_grad", 1, 1): 8e-3,
@@ -83,8 +96,8 @@ TOLERANCES: dict[str, Tolerance] = {
         },
     ),
     "recording te_jax_outer": Tolerance(
-        reason="transformer_engine.jax computes scales one ulp apart and uses JAX's own "
-        "tanh derivative; in the last step that ulp moves a weight code, which the "
+        reason="transformer_engine.jax computes scales one ulp apart and uses JAX's "
+        "own tanh derivative; in the last step that ulp moves a weight code, which the "
         "two recordings show between themselves (y 8.6e-3, dW2 9.1e-3)",
         rel_rms={"y": 1e-2, "dW2": 1e-2, "*": 4e-2},
         scale_ulps=1,
@@ -138,7 +151,9 @@ def _key(scenario: Scenario, sides: set[str], device: str) -> str:
             return own
         return "recording, norm" if norm else "recording"
     if device == "cpu":
-        return "cpu, norm" if norm else "cpu"
+        if norm or scenario.region in ("mixed", "none"):
+            return "cpu, norm" if norm else "cpu, plain GEMM"
+        return "cpu, numpy" if "numpy" in sides else "cpu"
     mode = "split" if scenario.accumulation == "split" else "fast"
     if scenario.program == "one_layer":
         return f"gpu, {mode}, float64" if "numpy" in sides else f"gpu, {mode}, large"

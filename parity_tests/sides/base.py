@@ -1,7 +1,8 @@
 """The protocol of a side and what a run leaves behind.
 
 Canonical names, whatever a framework calls them: layers `l1`, `l2` (`linear`, `fc1`,
-`fc2` in the fused modules), roles `input`, `weight`, `output_grad`, weights `[out, in]`.
+`fc2` in the fused modules), roles `input`, `weight`, `output_grad`, weights
+`[out, in]`.
 """
 
 from __future__ import annotations
