@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
 from jax.nn import initializers
 
 from jax_fp8._context import is_fp8_enabled
+from jax_fp8._kernels import Activation, activate
 from jax_fp8._typing import AnyFloat
 
 from .dense import FusedDense
+from .fused import can_fuse, fused_mlp
 from .norm import NormType, compute_dtype, normalize
-
-Activation = Literal["gelu", "relu", "swiglu"]
 
 
 class LayerNormMLP(nn.Module):
     """`y = fc2(activation(fc1(norm(x))))`, the MLP of a transformer.
+
+    On CUDA the activation, its gradient and the casts of their results are one kernel
+    each; the activation is never stored.
 
     Children: `norm` (`flax.linen.LayerNorm` or `RMSNorm`), `fc1` and `fc2`
     (`fp8.Dense`). With FP8 off it is their composition, bit for bit.
@@ -35,7 +37,7 @@ class LayerNormMLP(nn.Module):
         features: Width of the output; None means that of the input.
         activation: `"gelu"` (tanh form), `"relu"`, or `"swiglu"`, `silu(a) * b` where
             `fc1` computes `[a, b]`, twice the width.
-        norm: `"layernorm"` or `"rmsnorm"`.
+        norm: `"layernorm"`, `"rmsnorm"`, or None for the MLP alone.
         epsilon: Added to the variance.
         use_bias: Whether the linear layers have a bias.
         dtype: Dtype of results; None infers it from inputs and parameters.
@@ -59,7 +61,7 @@ class LayerNormMLP(nn.Module):
     intermediate_features: int
     features: int | None = None
     activation: Activation = "gelu"
-    norm: NormType = "layernorm"
+    norm: NormType | None = "layernorm"
     epsilon: float = 1e-5
     use_bias: bool = True
     dtype: Any = None
@@ -89,16 +91,10 @@ class LayerNormMLP(nn.Module):
         carrier = dtype if gated else jnp.float32
         fc1 = FusedDense(width, out_dtype=carrier, name="fc1", **common)
         fc2 = FusedDense(self.features or inputs.shape[-1], name="fc2", **common)
-        hidden = fc1(normalize(self, inputs, dtype))
+        inputs = normalize(self, inputs, dtype)
+        if is_fp8_enabled() and can_fuse(self, inputs):
+            return fused_mlp(fc1, fc2, inputs, self.activation)
+        hidden = fc1(inputs)
         if is_fp8_enabled():
             hidden = hidden.astype(jnp.float32)
-        return fc2(_activate(self.activation, hidden))
-
-
-def _activate(activation: Activation, hidden: AnyFloat) -> AnyFloat:
-    if activation == "gelu":
-        return jax.nn.gelu(hidden, approximate=True)
-    if activation == "relu":
-        return jax.nn.relu(hidden)
-    gate, linear = jnp.split(hidden, 2, axis=-1)
-    return jax.nn.silu(gate) * linear
+        return fc2(activate(self.activation, hidden))

@@ -83,6 +83,8 @@ def compute_dtype(module: nn.Module, inputs: AnyFloat) -> DType:
 
 def normalize(module: nn.Module, inputs: AnyFloat, dtype: DType) -> AnyFloat:
     """The fused module's child `norm`: float32 in FP8, else in `dtype`."""
+    if module.norm is None:
+        return jnp.asarray(inputs, dtype)
     if module.norm not in get_args(NormType):
         raise ValueError(
             f"`norm` got {module.norm!r}; expected one of {get_args(NormType)}"

@@ -14,7 +14,7 @@ third, optional, is made by `quantize_kernels`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -29,7 +29,8 @@ from jax_fp8._context import (
 )
 from jax_fp8._dot import fp8_dot
 from jax_fp8._errors import FP8StateError, RecomputeMismatchError
-from jax_fp8._gemm import Gemm, Scales
+from jax_fp8._fused_mlp import Layer
+from jax_fp8._gemm import Amaxes, Gemm, Scales
 from jax_fp8._quantize import E4M3, E5M2
 from jax_fp8._recipe import Format
 from jax_fp8._scaling import ScalingState, init_scaling, observe
@@ -79,6 +80,33 @@ def init_state(module: nn.Module) -> bool:
 
 
 def fp8_product(
+    module: nn.Module, x: AnyFloat, kernel: AnyFloat, *args: Any, **options: Any
+) -> AnyFloat:
+    """`x [*b,*m,*k] @ kernel [*b,*k,*n] + bias [*b,*n]` with the module's FP8 state.
+
+    Arguments are those of `begin_use`.
+
+    Returns:
+        `[*b, *m, *n]` in `out_dtype`.
+    """
+    use = begin_use(module, x, kernel, *args, **options)
+    y, tap, amaxes = fp8_dot(use.spec, use.x, *use.layer)
+    end_use(module, use, tap, amaxes)
+    return y
+
+
+class Use(NamedTuple):
+    """One use of a module's layer: what its product takes, and what to record after."""
+
+    spec: Gemm
+    x: AnyFloat
+    layer: Layer
+    states: dict[str, ScalingState]
+    kernel_amax: Scalar | None
+    recording: bool
+
+
+def begin_use(
     module: nn.Module,
     x: AnyFloat,
     kernel: AnyFloat,
@@ -88,8 +116,8 @@ def fp8_product(
     contract: int = 1,
     kernel_axes: tuple[int, ...] | None = None,
     out_dtype: DType | None = None,
-) -> AnyFloat:
-    """`x [*b,*m,*k] @ kernel [*b,*k,*n] + bias [*b,*n]` with the module's FP8 state.
+) -> Use:
+    """Reads the module's state for one product.
 
     Args:
         module: Owner of the state, inside its `__call__`, after `init_state`.
@@ -100,9 +128,6 @@ def fp8_product(
         contract: Number of contracted axes `*k`.
         kernel_axes: How `kernel` was transposed from the parameter, None if not.
         out_dtype: Carrier of the result, by default the compute dtype.
-
-    Returns:
-        `[*b, *m, *n]` in `out_dtype`.
     """
     autocast = current_autocast()
     assert autocast is not None, "modules ask init_state first"
@@ -134,16 +159,21 @@ def fp8_product(
         recording=recording,
     )
     scales = Scales(input_scale, kernel_scale, states["output_grad"].scale)
-    y, tap, amaxes = fp8_dot(spec, x, kernel, bias, kernel_codes, scales, tap)
+    layer = Layer(kernel, bias, kernel_codes, scales, tap)
+    return Use(spec, x, layer, states, kernel_amax, recording)
 
-    if recording:
-        module.put_variable(SCALING, TAP, tap)
-        if not in_fp8_activation_recompute_phase():
-            if kernel_codes is None:
-                kernel_amax = amaxes.kernel
-            _record(module, "input", states["input"], amaxes.input)
-            _record(module, "kernel", states["kernel"], kernel_amax)
-    return y
+
+def end_use(module: nn.Module, use: Use, tap: Array, amaxes: Amaxes) -> None:
+    """Records what one product observed."""
+    if not use.recording:
+        return
+    module.put_variable(SCALING, TAP, tap)
+    if not in_fp8_activation_recompute_phase():
+        kernel_amax = use.kernel_amax
+        if use.layer.kernel_codes is None:
+            kernel_amax = amaxes.kernel
+        _record(module, "input", use.states["input"], amaxes.input)
+        _record(module, "kernel", use.states["kernel"], kernel_amax)
 
 
 def path_of(module: nn.Module) -> str:
