@@ -10,7 +10,7 @@ import numpy as np
 from parity_tests.rounding import ulp
 from parity_tests.scenarios import RECIPES, Scenario
 from parity_tests.sides.base import CodeKey, State, Step, Trajectory
-from parity_tests.tolerances import BEHIND_A_GEMM, BEHIND_A_NORM, Tolerance
+from parity_tests.tolerances import BEHIND_A_GEMM, ELEMENTWISE, Tolerance
 
 
 @dataclasses.dataclass
@@ -59,7 +59,7 @@ def compare(
     if len(a.steps) != len(b.steps):
         found.failures.append(f"{len(a.steps)} steps against {len(b.steps)}")
     _results(found, a.steps, b.steps, tolerance)
-    _codes(found, a.steps, b.steps, tolerance)
+    _codes(found, scenario, a.steps, b.steps, tolerance)
     _states(found, scenario, a.steps, b.steps, tolerance)
     return found
 
@@ -81,8 +81,14 @@ def _results(
 
 
 def _codes(
-    found: Comparison, a: list[Step], b: list[Step], tolerance: Tolerance
+    found: Comparison,
+    scenario: Scenario,
+    a: list[Step],
+    b: list[Step],
+    tolerance: Tolerance,
 ) -> None:
+    # Not every side sees every operand inside a fused module.
+    partial = scenario.program.startswith("layernorm")
     equal = total = 0
     for n, (one, other) in enumerate(zip(a, b, strict=False)):
         if not one.codes or not other.codes:
@@ -93,6 +99,8 @@ def _codes(
             if key.phase not in phases:
                 continue
             if key not in one.codes or key not in other.codes:
+                if partial:
+                    continue
                 found.failures.append(f"step {n}: only one side cast {_spell(key)}")
                 continue
             size = one.codes[key].size
@@ -187,11 +195,13 @@ def _allowed(
     name: str, value: np.floating, scenario: Scenario, tolerance: Tolerance
 ) -> float:
     """Largest absolute difference of an amax."""
-    if name in BEHIND_A_NORM:
-        return tolerance.norm_ulps * float(ulp(value, "fp32"))
+    allowed = 0.0
+    if name in ELEMENTWISE:
+        allowed = tolerance.elementwise_ulps * float(ulp(value, "fp32"))
     if name in BEHIND_A_GEMM:
-        return tolerance.gemm_ulps * float(ulp(value, scenario.precision))
-    return 0.0
+        gemm = tolerance.gemm_ulps * float(ulp(value, scenario.precision))
+        allowed = max(allowed, gemm)
+    return allowed
 
 
 def _scale(

@@ -28,7 +28,10 @@ _STYLES = {
 
 
 def plot_scales(rows: list[Row], path: Path) -> None:
-    """Plots the row with the most sides: a column per tensor, scale above amax."""
+    """Plots the row with the most sides: a column per tensor, scale above amax.
+
+    By default that is the row in which transformer_engine's scales stay 1.0.
+    """
     shown = [r for r in rows if not r.control and r.trajectories]
     figure = Figure(figsize=(16, 6), layout="constrained")
     if shown:
@@ -62,7 +65,10 @@ def _draw(
     order = {side: place for place, side in enumerate(_STYLES)}
     for t in sorted(trajectories, key=lambda t: order.get(t.side, -1)):
         values = [of(s.states[name]) if name in s.states else np.nan for s in t.steps]
-        style = {"marker": ".", "markersize": 3, **_STYLES.get(t.side, {})}
-        axis.plot(range(1, len(values) + 1), values, label=t.side, **style)
+        style = {"color": "black", "linestyle": ":", **_STYLES.get(t.side, {})}
+        style.setdefault("marker", ".")
+        axis.plot(
+            range(1, len(values) + 1), values, label=t.side, markersize=4, **style
+        )
     axis.set_yscale("log")
     axis.grid(visible=True, alpha=0.3)

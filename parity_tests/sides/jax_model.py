@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import jax_fp8 as fp8
+from parity_tests.sides.base import Array
 
 DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32}
+
+# User code between the layers must round where it says so (docs/numerics.md).
+jit = functools.partial(jax.jit, compiler_options={"xla_allow_excess_precision": False})
+
+
+@functools.partial(jax.jit, static_argnames="dtype")
+def codes_of(x: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
+    """The package's public cast."""
+    return fp8.codes(fp8.quantize(x, scale, dtype))
+
+
+def to_numpy(x: jax.Array) -> Array:
+    """Values as float32."""
+    return np.asarray(x.astype(jnp.float32))
 
 
 @jax.custom_vjp

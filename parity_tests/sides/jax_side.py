@@ -23,21 +23,13 @@ from parity_tests.sides.base import (
     Trajectory,
     events,
 )
-from parity_tests.sides.jax_model import DTYPES, TwoLayer
+from parity_tests.sides.jax_fused import FusedRun
+from parity_tests.sides.jax_model import DTYPES, TwoLayer, codes_of, jit, to_numpy
 from parity_tests.sides.reference_side import gather
 
 _FP8 = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
 _ROLES = {"input": "input", "weight": "kernel", "output_grad": "output_grad"}
 _COLLECTIONS = [*fp8.COLLECTIONS, "intermediates"]
-# User code between the layers must round where it says so (docs/numerics.md).
-_jit = functools.partial(
-    jax.jit, compiler_options={"xla_allow_excess_precision": False}
-)
-
-
-@functools.partial(jax.jit, static_argnames="dtype")
-def _codes(x: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
-    return fp8.codes(fp8.quantize(x, scale, dtype))
 
 
 def recipe_of(scenario: Scenario, device: str) -> fp8.DelayedScaling:
@@ -70,7 +62,11 @@ class JaxSide:
     def run(self, scenario: Scenario, inputs: list[StepInputs]) -> Trajectory:
         """Runs every step with the prescribed parameters."""
         with jax.default_device(jax.devices(self.device)[0]):
-            run = Run(scenario, self._of(scenario, inputs[0]), inputs[0])
+            if scenario.program.startswith("layernorm"):
+                recipe = recipe_of(scenario, self.device)
+                run: Any = FusedRun(scenario, recipe, inputs[0])
+            else:
+                run = Run(scenario, self._of(scenario, inputs[0]), inputs[0])
             steps = [run.step(numbers) for numbers in inputs]
         return Trajectory(self.name, self.device, steps)
 
@@ -110,9 +106,9 @@ class Programs:
         stages = {None: ("l1",) if one else ("l1", "l2"), 0: ("l1",), 1: ("l2",)}
         self.layers: dict[int | None, tuple[str, ...]] = stages
         self.dtype = DTYPES[scenario.precision]
-        self.micro = _jit(self._micro)
-        self.forward = _jit(self._forward, static_argnums=0)
-        self.backward = _jit(self._backward, static_argnums=0)
+        self.micro = jit(self._micro)
+        self.forward = jit(self._forward, static_argnums=0)
+        self.backward = jit(self._backward, static_argnums=0)
         self.update = jax.jit(functools.partial(fp8.update_scaling, recipe=recipe))
 
     def init(self, x: jax.Array, tokens: Any) -> dict[str, Any]:
@@ -307,7 +303,7 @@ class Run:
 
     def _cast(self, key: CodeKey, x: jax.Array, scale: jax.Array) -> None:
         dtype = self.grad_dtype if key.role == "output_grad" else _FP8["e4m3"]
-        self.now.codes[key] = np.asarray(_codes(x, scale, dtype))
+        self.now.codes[key] = np.asarray(codes_of(x, scale, dtype))
 
 
 class _Saved:
@@ -316,11 +312,6 @@ class _Saved:
     def __init__(self, y: jax.Array, ticket: fp8.Ticket) -> None:
         self.y, self.ticket = y, ticket
         self.dx: jax.Array | None = None
-
-
-def to_numpy(x: jax.Array) -> Array:
-    """Values as float32."""
-    return np.asarray(x.astype(jnp.float32))
 
 
 class JaxLaw:
@@ -337,7 +328,7 @@ class JaxLaw:
         """Codes and amax of BF16 bit patterns (uint16)."""
         with jax.default_device(jax.devices(self.device)[0]):
             x = jax.lax.bitcast_convert_type(jnp.asarray(bits), jnp.bfloat16)
-            codes = _codes(x, jnp.asarray(scale), _FP8[fp8_name])
+            codes = codes_of(x, jnp.asarray(scale), _FP8[fp8_name])
             return np.asarray(codes), np.asarray(fp8.amax(x))
 
     def update(self, state: State, recipe: dict[str, Any], fp8_max: float) -> State:

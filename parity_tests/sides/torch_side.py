@@ -51,22 +51,34 @@ class _Tanh(torch.autograd.Function):
 
 
 class Casts(TorchDispatchMode):
-    """Sees every cast that the library issues, wherever it runs: operand and scale."""
+    """Sees every cast that the library issues, wherever it runs: operand and scale.
 
-    def __init__(self, layers: dict[str, torch.nn.Module]) -> None:
+    Args:
+        modules: The FP8 modules.
+    """
+
+    def __init__(self, modules: dict[str, torch.nn.Module]) -> None:
         super().__init__()
-        self.layers = layers
         self.micro = 0
         # One backward over all micro-batches walks them from the last to the first.
         self.counts_down = False
         self.seen: list[tuple[CodeKey, torch.Tensor, torch.Tensor, torch.dtype]] = []
-        self._layer: str | None = None
-        for name, module in layers.items():
-            module.register_forward_pre_hook(lambda *_, name=name: self._enter(name))
-            module.register_forward_hook(lambda *_: self._enter(None), always_call=True)
+        self._layers = {
+            layer: weight
+            for name, module in modules.items()
+            for layer, weight in _weights(name, module)
+        }
+        self._running: list[str] = []
+        for name, module in modules.items():
+            layers = [layer for layer, _ in _weights(name, module)]
+            enter = lambda *_, layers=layers: self._enter(layers)
+            module.register_forward_pre_hook(enter)
+            # Early stop ends a recompute by an exception.
+            leave = lambda *_: self._enter([])
+            module.register_forward_hook(leave, always_call=True)
 
-    def _enter(self, name: str | None) -> None:
-        self._layer = name
+    def _enter(self, layers: list[str]) -> None:
+        self._running = layers
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -80,20 +92,18 @@ class Casts(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _key(self, x: torch.Tensor) -> CodeKey:
-        if self._layer is None:
-            owners = [
-                n for n, m in self.layers.items() if m.weight.shape[0] == x.shape[-1]
-            ]
+        width = x.shape[-1]
+        if not self._running:
+            owners = [n for n, w in self._layers.items() if w.shape[0] == width]
             return CodeKey(owners[0], "output_grad", "backward", self.micro)
-        weight = self.layers[self._layer].weight
-        is_weight = x.shape == weight.shape and torch.equal(x, weight)
-        phase = torch_ref.in_fp8_activation_recompute_phase()
-        return CodeKey(
-            self._layer,
-            "weight" if is_weight else "input",
-            "recompute" if phase else "forward",
-            self.micro,
-        )
+        recompute = torch_ref.in_fp8_activation_recompute_phase()
+        phase = "recompute" if recompute else "forward"
+        running = {name: self._layers[name] for name in self._running}
+        for name, weight in running.items():
+            if x.shape == weight.shape and torch.equal(x, weight):
+                return CodeKey(name, "weight", phase, self.micro)
+        owners = [n for n, w in running.items() if w.shape[1] == width]
+        return CodeKey(owners[0], "input", phase, self.micro)
 
     def codes(self) -> dict[CodeKey, Array]:
         """Codes of everything seen since the last call, by the public `quantize`."""
@@ -102,6 +112,12 @@ class Casts(TorchDispatchMode):
             key: torch_ref.codes(torch_ref.quantize(x, scale, dtype)).cpu().numpy()
             for key, x, scale, dtype in seen
         }
+
+
+def _weights(name: str, module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    if hasattr(module, "weight"):
+        return [(name, module.weight)]
+    return [("fc1", module.fc1_weight), ("fc2", module.fc2_weight)]
 
 
 class TorchSide:
@@ -148,7 +164,7 @@ class TorchSide:
 
     def casts(self, model: Model) -> Casts | None:
         """The observer of casts, where the package has observable ones."""
-        return Casts(model.layers)
+        return Casts(model.modules)
 
     def model(self, scenario: Scenario, inputs: StepInputs) -> Model:
         """The scenario's model with its contexts."""
@@ -202,7 +218,6 @@ class Model:
         self.dtype = DTYPES[scenario.precision]
         self._recipe = side.recipe(scenario)
         self.modules = self.build(inputs)
-        self.layers = self.modules
         self.saved: dict[tuple[int | None, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def build(self, inputs: StepInputs) -> dict[str, torch.nn.Module]:
