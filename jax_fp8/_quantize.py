@@ -7,7 +7,6 @@ clip is explicit because casts disagree on overflow (E4M3 of 465: JAX gives NaN,
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
@@ -142,30 +141,33 @@ def _check_float(name: str, x: AnyFloat) -> None:
         )
 
 
-def _amax(x: AnyFloat) -> Scalar:
+def _amax(x: AnyFloat, stack: int = 0) -> Array:
+    """Amax over all axes but the first `stack`."""
     # On the integer bits, in the width of x: exact, and one pass over the fewest bytes.
     uint, inf = _BITS[x.dtype]
     bits = lax.bitcast_convert_type(x, uint) & uint(jnp.iinfo(uint).max // 2)
-    largest = jnp.max(jnp.where(bits > uint(inf), uint(0), bits), initial=uint(0))
+    bits = jnp.where(bits > uint(inf), uint(0), bits)
+    largest = jnp.max(bits, axis=tuple(range(stack, x.ndim)), initial=uint(0))
     return declared(lax.bitcast_convert_type(largest, x.dtype))
 
 
 @custom_vmap
-def _observed_amax(x: AnyFloat, scale: Scalar) -> Scalar:
-    del scale
-    return _amax(x)
+def _observed_amax(x: AnyFloat, scale: Array) -> Array:
+    """One amax per scale: the axes of `scale [*stack]` are the first of `x`."""
+    return _amax(x, scale.ndim)
 
 
 @_observed_amax.def_vmap
 def _observed_amax_vmap(
-    axis_size: int, in_batched: list[bool], x: AnyFloat, scale: Scalar
-) -> tuple[Scalar, bool]:
+    axis_size: int, in_batched: list[bool], x: AnyFloat, scale: Array
+) -> tuple[Array, bool]:
     x_batched, scale_batched = in_batched
     if not scale_batched:
-        return _observed_amax(x, scale), False
-    x_axis = 0 if x_batched else None
-    out = jax.vmap(_observed_amax, in_axes=(x_axis, 0), axis_size=axis_size)(x, scale)
-    return out, True
+        # One tensor: the mapped axis is reduced like the others.
+        return _observed_amax(jnp.moveaxis(x, 0, scale.ndim), scale), False
+    if not x_batched:
+        x = jnp.broadcast_to(x, (axis_size, *x.shape))
+    return _observed_amax(x, scale), True
 
 
 def _times_scale(x: Array, scale: Scalar) -> Array:
