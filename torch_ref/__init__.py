@@ -39,9 +39,14 @@ from ._regions import checkpoint as checkpoint
 from ._regions import (
     get_activation_recompute_contexts as get_activation_recompute_contexts,
 )
+from ._policies import checkpoint_policies as checkpoint_policies
 from ._training import skip_update as skip_update
 from ._training import set_history_len as set_history_len
 from ._training import without_scaling as without_scaling
+from ._interop import from_te_torch as from_te_torch
+from ._interop import to_te_torch as to_te_torch
+from ._interop import from_jax_fp8 as from_jax_fp8
+from ._interop import to_jax_fp8 as to_jax_fp8
 from ._convert import convert as convert
 from ._te_names import fp8_autocast as fp8_autocast
 from ._te_names import fp8_model_init as fp8_model_init

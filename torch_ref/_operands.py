@@ -21,18 +21,21 @@ class Quantized(NamedTuple):
 
     Args:
         q: FP8 `[m, k]`.
-        q_t: FP8 `[k, m]`, contiguous, where the GEMMs need both layouts (CUDA); on
-            the CPU the transposed view of `q`.
+        q_t: FP8 `[k, m]`, where the GEMMs need both layouts (CUDA); None elsewhere.
         scale_inv: float32 `()`, `1 / scale`.
         scale: float32 `()`, a copy of the scale that was used.
         amax: float32 `()`, the amax of the tensor before the cast.
     """
 
     q: Tensor
-    q_t: Tensor
+    q_t: Tensor | None
     scale_inv: Tensor
     scale: Tensor
     amax: Tensor
+
+    def transposed(self) -> Tensor:
+        """FP8 `[k, m]`."""
+        return self.q.t() if self.q_t is None else self.q_t
 
 
 def quantize_2d(
@@ -53,8 +56,8 @@ def quantize_2d(
         op = _cast_transpose_cached if cached else _cast_transpose
         return Quantized(*op(x, scale, fp8_dtype))
     op = _quantize_cached if cached else _quantize
-    q, scale_inv, scale, amax = op(x, scale, fp8_dtype)
-    return Quantized(q, q.t(), scale_inv, scale, amax)
+    q, *scalars = op(x, scale, fp8_dtype)
+    return Quantized(q, None, *scalars)
 
 
 def _reference(

@@ -85,8 +85,8 @@ def eager(inner, ck=None):
 COMPOSITIONS = {
     "compile(model)": lambda net: compiled(net),
     "checkpoint(compile(model))": lambda net: lambda x: te.checkpoint(compiled(net), x),
-    "checkpoint(compile(model)), non-reentrant": lambda net: lambda x: te.checkpoint(
-        compiled(net), x, use_reentrant=False
+    "checkpoint(compile(model)), non-reentrant": lambda net: (
+        lambda x: te.checkpoint(compiled(net), x, use_reentrant=False)
     ),
     "compile(checkpoint(model))": lambda net: compiled(lambda x: te.checkpoint(net, x)),
 }

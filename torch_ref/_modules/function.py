@@ -96,9 +96,9 @@ class _Linear(torch.autograd.Function):
         )
         needs_dx, needs_dw = ctx.needs_input_grad[:2]
         ctx.save_for_backward(
-            q_x.q_t if needs_dw else None,
+            q_x.transposed() if needs_dw else None,
             q_x.scale_inv,
-            q_w.q_t if needs_dx else None,
+            q_w.transposed() if needs_dx else None,
             q_w.scale_inv,
         )
         ctx.call = call
@@ -121,7 +121,7 @@ class _Linear(torch.autograd.Function):
             dx = dgrad(q_g.q, q_w_t, scale_invs, ctx.dtype, accumulation).to(x_dtype)
         if needs_dw:
             scale_invs = (q_g.scale_inv, x_scale_inv)
-            dw = wgrad(q_g.q_t, q_x_t, scale_invs, ctx.dtype, accumulation).to(w_dtype)
+            dw = wgrad(q_g.transposed(), q_x_t, scale_invs, ctx.dtype, accumulation).to(w_dtype)
         if needs_db:
             wide = torch.float64 if accumulation == "exact" else torch.float32
             db = grad.to(wide).sum(0).to(b_dtype)
