@@ -148,7 +148,7 @@ def _summarise(
         "eval_loss": run.last("eval")["loss"],
         "tokens_per_s": clock.rate,
         "seconds": clock.seconds,
-        "memory_mb": {"host_peak": _host_peak_mb(), **trainer.memory()},
+        "memory_mb": {"process_peak": _host_peak_mb(), **trainer.memory()},
         "corpus_files": len(corpus.train_files) + len(corpus.held_out_files),
         "fp8_tensors": len(scaling),
         "scales_moved": sum(scale != 1.0 for scale, _ in scaling.values()),

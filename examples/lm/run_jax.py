@@ -7,7 +7,6 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -140,9 +139,12 @@ class JaxTrainer:
     def _init(self) -> dict[str, Any]:
         c = self.config
         tokens = jnp.zeros((1, c.model.context), jnp.int32)
-        variables = flax.core.unfreeze(self.model.init(jax.random.key(0), tokens))
+        init = functools.partial(self.model.init, jax.random.key(0), tokens)
         params = initial_weights(c.model, c.seed)
-        jax.tree.map(_same_shape, params, variables["params"])
+        jax.tree.map(_same_shape, params, jax.eval_shape(init)["params"])
+        # Of `init` only the scaling state is wanted: jit drops the rest.
+        state = lambda: {k: v for k, v in init().items() if k != "params"}
+        variables = jax.jit(state)()
         variables["params"] = jax.tree.map(jnp.asarray, params)
         return {"variables": variables, "opt": self.tx.init(variables["params"])}
 

@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -14,3 +15,10 @@ def corpus():
     from lm.data import load_corpus
 
     return load_corpus()
+
+
+@pytest.fixture(scope="module")
+def promotion():
+    """`jax.nn.dot_product_attention` itself promotes BF16 with float32."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
