@@ -164,8 +164,8 @@ class Call:
 
 
 _IN_BACKWARD = (
-    "{} runs in FP8 during a backward, outside the recompute of any FP8 region. This is "
-    "what torch.utils.checkpoint does with an autocast inside the checkpointed "
+    "{} runs in FP8 during a backward, outside the recompute of any FP8 region. This "
+    "is what torch.utils.checkpoint does with an autocast inside the checkpointed "
     "function: today's scales would be used instead of those of the forward. Use "
     "`torch_ref.checkpoint(function, *args)`, or pass "
     "`context_fn=torch_ref.get_activation_recompute_contexts, use_reentrant=False` to "

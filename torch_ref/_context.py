@@ -77,9 +77,10 @@ class autocast(contextlib.ContextDecorator):  # noqa: N801
 
     Source: transformer_engine.pytorch, `autocast`.
 
-    >>> layer = Linear(16, 16, params_dtype=torch.bfloat16)
+    >>> import torch, torch_ref as te
+    >>> layer = te.Linear(16, 16, params_dtype=torch.bfloat16)
     >>> x = torch.full((4, 16), 2.0, dtype=torch.bfloat16)
-    >>> with autocast(recipe=DelayedScaling(amax_history_len=4)):
+    >>> with te.autocast(recipe=te.DelayedScaling(amax_history_len=4)):
     ...     y = layer(x)
     >>> layer.input_scale
     tensor(224.)
@@ -143,8 +144,9 @@ class autocast(contextlib.ContextDecorator):  # noqa: N801
 def is_fp8_enabled() -> bool:
     """Whether FP8 modules compute in FP8 here.
 
-    >>> with autocast():
-    ...     is_fp8_enabled()
+    >>> import torch_ref as te
+    >>> with te.autocast():
+    ...     te.is_fp8_enabled()
     True
     """
     return _settings.get().enabled
@@ -153,7 +155,8 @@ def is_fp8_enabled() -> bool:
 def in_recompute_region() -> bool:
     """Whether this code runs inside a checkpointed function, in either of its runs.
 
-    >>> in_recompute_region()
+    >>> import torch_ref as te
+    >>> te.in_recompute_region()
     False
     """
     return _activation.get() is not None
@@ -165,13 +168,14 @@ def is_fp8_activation_recompute_enabled() -> bool:
     The region and FP8 are asked now, not when the region was entered: FP8 may be
     switched on inside it.
 
+    >>> import torch, torch_ref as te
     >>> x = torch.ones(1, requires_grad=True)
     >>> def body(x):
-    ...     print(is_fp8_activation_recompute_enabled())
-    ...     with autocast():
-    ...         print(is_fp8_activation_recompute_enabled())
+    ...     print(te.is_fp8_activation_recompute_enabled())
+    ...     with te.autocast():
+    ...         print(te.is_fp8_activation_recompute_enabled())
     ...     return x * 2
-    >>> y = checkpoint(body, x)
+    >>> y = te.checkpoint(body, x)
     False
     True
     """
@@ -181,8 +185,14 @@ def is_fp8_activation_recompute_enabled() -> bool:
 def in_fp8_activation_recompute_phase() -> bool:
     """Whether this code runs in the second run of a region, before its backward.
 
-    >>> in_fp8_activation_recompute_phase()
+    >>> import torch, torch_ref as te
+    >>> x = torch.ones(1, requires_grad=True)
+    >>> def body(x):
+    ...     print(te.in_fp8_activation_recompute_phase())
+    ...     return x * 2
+    >>> te.checkpoint(body, x).backward()
     False
+    True
     """
     return any(a.phase is Phase.RECOMPUTE for a in activations())
 

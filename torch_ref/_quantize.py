@@ -32,7 +32,8 @@ def amax(x: AnyFloat) -> Scalar:
     Raises:
         TypeError: `x` is not floating point.
 
-    >>> amax(torch.tensor([1.0, -3.0, float("nan")]))
+    >>> import torch, torch_ref as te
+    >>> te.amax(torch.tensor([1.0, -3.0, float("nan")]))
     tensor(3.)
     """
     _check_float("x", x)
@@ -55,8 +56,10 @@ def quantize(x: AnyFloat, scale: Scalar, fp8_dtype: torch.dtype) -> Tensor:
 
     Source: Micikevicius et al., "FP8 Formats for Deep Learning", 2022.
 
-    >>> quantize(torch.tensor([0.1, 465.0]), torch.tensor(1.0), torch.float8_e4m3fn).float()
-    tensor([  0.1016, 448.0000])
+    >>> import torch, torch_ref as te
+    >>> x, one = torch.tensor([0.1, 465.0]), torch.tensor(1.0)
+    >>> te.quantize(x, one, torch.float8_e4m3fn).tolist()
+    [0.1015625, 448.0]
     """
     check_fp8_dtype(fp8_dtype)
     _check_float("x", x)
@@ -66,8 +69,9 @@ def quantize(x: AnyFloat, scale: Scalar, fp8_dtype: torch.dtype) -> Tensor:
 def dequantize(q: Tensor, scale_inv: Scalar, dtype: torch.dtype) -> Tensor:
     """Returns `float32(q) * scale_inv` in `dtype`.
 
+    >>> import torch, torch_ref as te
     >>> q = torch.tensor([448.0]).to(torch.float8_e4m3fn)
-    >>> dequantize(q, torch.tensor(0.5), torch.float32)
+    >>> te.dequantize(q, torch.tensor(0.5), torch.float32)
     tensor([224.])
     """
     return (q.to(torch.float32) * scale_inv).to(dtype)
@@ -76,7 +80,8 @@ def dequantize(q: Tensor, scale_inv: Scalar, dtype: torch.dtype) -> Tensor:
 def codes(q: Tensor) -> Codes:
     """The bits of an FP8 tensor as uint8.
 
-    >>> codes(torch.tensor([448.0, -0.0]).to(torch.float8_e4m3fn))
+    >>> import torch, torch_ref as te
+    >>> te.codes(torch.tensor([448.0, -0.0]).to(torch.float8_e4m3fn))
     tensor([126, 128], dtype=torch.uint8)
     """
     return q.view(torch.uint8)

@@ -21,7 +21,7 @@ ContextFn = Callable[[], tuple[Any, Any]]
 
 
 @eager
-def checkpoint(
+def checkpoint(  # noqa: PLR0913
     function: Callable[..., Any],
     *args: Any,
     use_reentrant: bool = True,
@@ -68,10 +68,11 @@ def checkpoint(
     Source: transformer_engine.pytorch, `checkpoint`; Chen et al., "Training Deep Nets
     with Sublinear Memory Cost", 2016.
 
-    >>> layer = Linear(16, 16)
+    >>> import torch, torch_ref as te
+    >>> layer = te.Linear(16, 16)
     >>> x = torch.ones(2, 16, requires_grad=True)
-    >>> with autocast():
-    ...     y = checkpoint(layer, x, use_reentrant=False)
+    >>> with te.autocast():
+    ...     y = te.checkpoint(layer, x, use_reentrant=False)
     >>> y.sum().backward()
     >>> x.grad.shape
     torch.Size([2, 16])
@@ -116,12 +117,13 @@ def get_activation_recompute_contexts() -> tuple[RegionRun, RegionRun]:
 
     Source: transformer_engine.pytorch, `get_activation_recompute_contexts`.
 
-    >>> from torch.utils import checkpoint as torch_checkpoint
-    >>> layer = Linear(16, 16)
-    >>> with autocast():
-    ...     y = torch_checkpoint.checkpoint(
+    >>> import torch, torch_ref as te
+    >>> from torch.utils.checkpoint import checkpoint
+    >>> layer = te.Linear(16, 16)
+    >>> with te.autocast():
+    ...     y = checkpoint(
     ...         layer, torch.ones(2, 16), use_reentrant=False,
-    ...         context_fn=get_activation_recompute_contexts)
+    ...         context_fn=te.get_activation_recompute_contexts)
     >>> y.sum().backward()
     """
     region = new_region(reentrant=False)

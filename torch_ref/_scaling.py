@@ -36,7 +36,8 @@ def init_scaling(
 ) -> ScalingState:
     """Returns the state of a tensor that was never observed: scale 1, history 0.
 
-    >>> init_scaling(2)
+    >>> import torch_ref as te
+    >>> te.init_scaling(2)
     ScalingState(scale=tensor(1.), amax_history=tensor([0., 0.]))
     """
     return ScalingState(
@@ -48,7 +49,9 @@ def init_scaling(
 def observe(state: ScalingState, amax: Scalar) -> ScalingState:
     """Records `amax[()]` in the write slot: the running maximum, never a sum.
 
-    >>> state = observe(observe(init_scaling(2), torch.tensor(3.0)), torch.tensor(2.0))
+    >>> import torch, torch_ref as te
+    >>> state = te.observe(te.init_scaling(2), torch.tensor(3.0))
+    >>> state = te.observe(state, torch.tensor(2.0))
     >>> state.amax_history
     tensor([3., 0.])
     """
@@ -80,8 +83,9 @@ def update(state: ScalingState, recipe: DelayedScaling, fp8_max: float) -> Scali
 
     Source: transformer_engine, `delayed_scaling.cu` (the fused update).
 
-    >>> state = observe(init_scaling(4), torch.tensor(2.0))
-    >>> update(state, DelayedScaling(amax_history_len=4), 448.0)
+    >>> import torch, torch_ref as te
+    >>> state = te.observe(te.init_scaling(4), torch.tensor(2.0))
+    >>> te.update(state, te.DelayedScaling(amax_history_len=4), 448.0)
     ScalingState(scale=tensor(224.), amax_history=tensor([0., 0., 0., 2.]))
     """
     scales, histories = _next_states(

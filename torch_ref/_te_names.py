@@ -141,7 +141,8 @@ _ALTERNATIVES = {
     ),
     **_for_all(
         "CPLoadBalancingStrategy CudaRNGStatesTracker UserBufferQuantizationMode "
-        "destroy_ub initialize_ub parallel_cross_entropy newton_schulz_tp CusolverMpCtx",
+        "destroy_ub initialize_ub parallel_cross_entropy newton_schulz_tp "
+        "CusolverMpCtx",
         "tensor and context parallelism are not; use DistributedDataParallel or "
         "`torch.distributed.fsdp.fully_shard`",
     ),
@@ -153,8 +154,9 @@ _ALTERNATIVES = {
         "between `torch_ref.Linear` layers",
     ),
     **_for_all(
-        "GroupedLinear Fp8Padding Fp8Unpadding moe_permute moe_permute_and_pad_with_probs "
-        "moe_permute_with_probs moe_sort_chunks_by_index "
+        "GroupedLinear Fp8Padding Fp8Unpadding moe_permute "
+        "moe_permute_and_pad_with_probs moe_permute_with_probs "
+        "moe_sort_chunks_by_index "
         "moe_sort_chunks_by_index_with_probs moe_unpermute",
         "use one `torch_ref.Linear` per expert; any number of rows is padded inside",
     ),

@@ -1,4 +1,4 @@
-"""Training helpers: steps that overflowed, histories of another length, plain states."""
+"""Training helpers: skipped steps, histories of another length, plain states."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
 
-import torch
 from torch import nn
 
 from ._frames import HeldGradients

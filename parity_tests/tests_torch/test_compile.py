@@ -131,7 +131,7 @@ def test_one_graph_break_per_module_and_no_recompilation():
     run = Run("plain")
     graphs = []
 
-    def backend(graph, inputs):
+    def backend(graph, _):
         graphs.append(graph)
         return graph.forward
 

@@ -1,11 +1,9 @@
 """A recomputed run equals the plain one, to the bit, in every case of the table."""
 
-import pathlib
-
 import pytest
 import torch
 
-from parity_tests.tests_torch.cases import CASES, EQUAL, differences, logged
+from parity_tests.tests_torch.cases import CASES, differences, logged
 
 ROWS = [(case, kind) for case in CASES for kind in case.kinds]
 

@@ -481,7 +481,7 @@ def test_shapes_that_are_no_multiple_of_16(shape, out, reentrant):
     assert module.input_scale == scale_of(x)
 
 
-def test_recompute_makes_the_same_calls(monkeypatch):
+def test_recompute_makes_the_same_calls():
     """Two casts and one GEMM per layer and forward, in both runs alike."""
     counts: dict[str, int] = {}
 

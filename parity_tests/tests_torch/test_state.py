@@ -118,9 +118,9 @@ def test_plain_weights_load_strictly():
 
 
 def test_missing_weights_are_still_missing():
-    with pytest.raises(RuntimeError, match='Missing key.*"weight"'):
+    with pytest.raises(RuntimeError, match=r'Missing key.*"weight"'):
         linear().load_state_dict({})
-    with pytest.raises(RuntimeError, match="Unexpected key.*nonsense"):
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*nonsense"):
         linear().load_state_dict({"weight": linear().weight, "nonsense": 1})
 
 

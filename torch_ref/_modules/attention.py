@@ -158,7 +158,7 @@ class MultiheadAttention(nn.Module):
     torch.Size([3, 1, 16])
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         hidden_size: int,
         num_attention_heads: int,

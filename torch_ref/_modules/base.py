@@ -17,7 +17,7 @@ from torch_ref import _engine
 from torch_ref._errors import FP8StateError
 from torch_ref._frames import HeldGradients
 from torch_ref._operands import Quantized
-from torch_ref._quantize import FP8_MAX, E4M3, amax
+from torch_ref._quantize import E4M3, FP8_MAX, amax
 from torch_ref._scaling import ScalingState, init_scaling, resize_history
 from torch_ref._typing import Tensor
 
@@ -80,7 +80,8 @@ class Fp8Module(nn.Module):
     def scaling_states(self) -> dict[str, ScalingState]:
         """All states by role.
 
-        >>> sorted(Linear(2, 2).scaling_states())
+        >>> import torch_ref as te
+        >>> sorted(te.Linear(2, 2).scaling_states())
         ['input', 'output_grad', 'weight']
         """
         return {role: self.scaling_state(role) for role in self._roles()}
@@ -190,8 +191,8 @@ def _check_extra_state(state_dict: dict[str, Any], prefix: str) -> None:
     raise FP8StateError(
         f"`{prefix}_extra_state` is a pickle of transformer_engine, which is not read "
         "here. Where transformer_engine runs, save its scales and histories as tensors "
-        "and convert them with `torch_ref.from_te_torch`, or drop the key to start with "
-        "new scales"
+        "and convert them with `torch_ref.from_te_torch`, or drop the key to start "
+        "with new scales"
     )
 
 

@@ -55,7 +55,7 @@ class Linear(Fp8Module):
     (torch.Size([3, 8]), tensor(112.), tensor([0., 0., 0., 4.]))
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         in_features: int,
         out_features: int,

@@ -121,7 +121,8 @@ class _Linear(torch.autograd.Function):
             dx = dgrad(q_g.q, q_w_t, scale_invs, ctx.dtype, accumulation).to(x_dtype)
         if needs_dw:
             scale_invs = (q_g.scale_inv, x_scale_inv)
-            dw = wgrad(q_g.transposed(), q_x_t, scale_invs, ctx.dtype, accumulation).to(w_dtype)
+            q_g_t = q_g.transposed()
+            dw = wgrad(q_g_t, q_x_t, scale_invs, ctx.dtype, accumulation).to(w_dtype)
         if needs_db:
             wide = torch.float64 if accumulation == "exact" else torch.float32
             db = grad.to(wide).sum(0).to(b_dtype)

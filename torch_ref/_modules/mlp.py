@@ -71,7 +71,7 @@ class LayerNormMLP(Fp8Module):
 
     layers: ClassVar[tuple[str, ...]] = ("fc1_", "fc2_")
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         hidden_size: int,
         ffn_hidden_size: int,

@@ -119,7 +119,7 @@ class LayerNormLinear(Fp8Module):
     torch.Size([3, 8])
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         in_features: int,
         out_features: int,

@@ -63,7 +63,7 @@ def add_linear(
 
 
 def reset_linear(weight: Tensor, bias: Tensor | None, init_method: Init) -> None:
-    """Initialises as `torch.nn.Linear`, or the weight by `init_method`, the bias by 0."""
+    """Initialises as `torch.nn.Linear`, or by `init_method` and with bias 0."""
     if init_method is not None:
         init_method(weight)
         if bias is not None:

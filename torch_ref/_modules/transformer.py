@@ -20,7 +20,9 @@ _SIGMA = 0.023
 
 
 class TransformerLayer(nn.Module):
-    """Pre-norm transformer layer whose four projections are FP8 layers::
+    """Pre-norm transformer layer whose four projections are FP8 layers.
+
+    The equations::
 
         h = x + dropout(attention(norm(x)))
         y = h + dropout(mlp(norm(h)))
@@ -64,7 +66,7 @@ class TransformerLayer(nn.Module):
     torch.Size([3, 1, 16])
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         hidden_size: int,
         ffn_hidden_size: int,
