@@ -35,7 +35,7 @@ def torch_runs(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def runs(promotion, torch_runs):
+def runs(promotion, torch_runs):  # noqa: ARG001
     """All modes in one directory, as a user would run them."""
     return train(torch_runs, "jax", "bf16", "fp8", "fp8-remat", "fp8-tickets")
 
@@ -86,7 +86,7 @@ def test_fp8_is_not_bf16(runs):
 
 @slow
 def test_frameworks_see_the_same_first_step(runs):
-    """Same weights and batch: kernels have equal amaxes, to the bit, before training."""
+    """Same weights: before training, the kernels have equal amaxes, to the bit."""
     first = [
         next(x for x in lines(runs, name) if x["kind"] == "train")["scaling"]
         for name in ("jax-fp8", "torch-fp8")
