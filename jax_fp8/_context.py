@@ -148,13 +148,14 @@ def recompute_region() -> Iterator[None]:
     """Marks the first forward of a region that another program will recompute.
 
     FP8 modules inside write the scales that they use to the collection
-    `fp8_recompute`, the ticket of this forward. `remat` implies it.
+    `fp8_recompute`, the ticket of this forward. `remat` implies it. Inside a recompute
+    it stays part of the recompute.
 
     >>> with recompute_region():
     ...     print(in_recompute_region())
     True
     """
-    with _REGION(True), _PHASE(False):
+    with _REGION(True):
         yield
 
 
