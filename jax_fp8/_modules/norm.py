@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 from flax.linen.dtypes import canonicalize_dtype
 from jax import lax
@@ -41,7 +42,6 @@ class LayerNormDense(nn.Module):
 
     Source: `transformer_engine.pytorch.LayerNormLinear`.
 
-    >>> import jax
     >>> from jax_fp8 import autocast
     >>> with autocast():
     ...     variables = LayerNormDense(8).init(jax.random.key(0), jnp.ones((2, 16)))
@@ -91,13 +91,16 @@ def normalize(module: nn.Module, inputs: AnyFloat, dtype: DType) -> AnyFloat:
         )
     cls = nn.LayerNorm if module.norm == "layernorm" else nn.RMSNorm
     fp8 = is_fp8_enabled()
-    return cls(
+    layer = cls(
         epsilon=module.epsilon,
         dtype=jnp.float32 if fp8 else dtype,
         param_dtype=module.param_dtype,
         use_fast_variance=module.use_fast_variance,
         name="norm",
-    )(_as_declared(inputs) if fp8 else inputs)
+    )
+    # Flax multiplies float32 statistics by BF16 parameters.
+    with jax.numpy_dtype_promotion("standard"):
+        return layer(_as_declared(inputs) if fp8 else inputs)
 
 
 def _as_declared(x: AnyFloat) -> AnyFloat:
