@@ -25,6 +25,7 @@ _STYLES = {
         "marker": "o",
     },
 }
+_OTHER = {"color": "black", "linestyle": ":"}
 
 
 def plot_scales(rows: list[Row], path: Path) -> None:
@@ -65,10 +66,8 @@ def _draw(
     order = {side: place for place, side in enumerate(_STYLES)}
     for t in sorted(trajectories, key=lambda t: order.get(t.side, -1)):
         values = [of(s.states[name]) if name in s.states else np.nan for s in t.steps]
-        style = {"color": "black", "linestyle": ":", **_STYLES.get(t.side, {})}
-        style.setdefault("marker", ".")
-        axis.plot(
-            range(1, len(values) + 1), values, label=t.side, markersize=4, **style
-        )
-    axis.set_yscale("log")
+        style = {"marker": ".", "markersize": 4, **_STYLES.get(t.side, _OTHER)}
+        axis.plot(range(1, len(values) + 1), values, label=t.side, **style)
+        if any(value > 0 for value in values):
+            axis.set_yscale("log")
     axis.grid(visible=True, alpha=0.3)
