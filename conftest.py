@@ -1,7 +1,18 @@
 """Settings that every test shares: strict dtypes and ranks, eight host devices."""
 
+import importlib.util
+
 import jax
 import pytest
+
+# Files that import what only some machines have; doctest collection imports each file.
+_OPTIONAL = {
+    "torch_ref/_kernels": "triton",
+    "parity_tests/sides/transformer_engine_side.py": "transformer_engine",
+}
+collect_ignore = [
+    path for path, package in _OPTIONAL.items() if not importlib.util.find_spec(package)
+]
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
