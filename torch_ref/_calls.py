@@ -13,7 +13,10 @@ context is visible.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
+
+import torch
 
 from . import _context, _engine
 from ._errors import FP8StateError, RecomputeMismatchError
@@ -24,6 +27,8 @@ from ._record import Activation, Entry, Phase, describe
 from ._reduction import Slot
 from ._scaling import ScalingState
 from ._typing import Tensor
+
+Cast = Callable[[Tensor, Tensor, torch.dtype], Quantized]
 
 
 class Call:
@@ -62,7 +67,12 @@ class Call:
             self._frame = settings.frame
 
     def quantize(
-        self, x: Tensor, weight: Tensor, *, first_microbatch: bool | None = None
+        self,
+        x: Tensor,
+        weight: Tensor,
+        *,
+        first_microbatch: bool | None = None,
+        cast: Cast = quantize_2d,
     ) -> tuple[Quantized, Quantized]:
         """Casts input `[m, k]` and weight `[n, k]`, observes and remembers.
 
@@ -71,6 +81,7 @@ class Call:
             weight: Weight.
             first_microbatch: True casts the weight and keeps its codes in the module,
                 False takes the kept ones, None keeps none.
+            cast: Quantises the input, `(x, scale, fp8_dtype)`.
         """
         fp8_dtype = fwd_dtype(self.recipe)
         if self._read is not None:
@@ -78,7 +89,7 @@ class Call:
         else:
             input_scale = self._live("input").scale
             kept = self._live_weight(weight, first_microbatch)
-        q_x = quantize_2d(x, input_scale, fp8_dtype)
+        q_x = cast(x, input_scale, fp8_dtype)
         if isinstance(kept, Quantized):
             q_w = kept
         else:
@@ -99,7 +110,7 @@ class Call:
             self._written.append(entry)
         return q_x, q_w
 
-    def quantize_grad(self, grad: Tensor) -> Quantized:
+    def quantize_grad(self, grad: Tensor, *, cast: Cast = quantize_2d) -> Quantized:
         """Casts an output gradient `[m, n]` with the scale of now and observes it.
 
         A backward that runs while a region's body is still open (`autograd.grad` inside
@@ -108,9 +119,9 @@ class Call:
         """
         fp8_dtype = bwd_dtype(self.recipe)
         if self._reader is not None and self._reader.is_open:
-            q_g = quantize_2d(grad, self._next_grad_scale(), fp8_dtype)
+            q_g = cast(grad, self._next_grad_scale(), fp8_dtype)
         else:
-            q_g = quantize_2d(grad, self._live("output_grad").scale, fp8_dtype)
+            q_g = cast(grad, self._live("output_grad").scale, fp8_dtype)
             self._observe_grad(q_g)
         for run, entry in zip(self._writers, self._written, strict=True):
             if run.is_open:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from .._typing import Scalar, Tensor
+from torch_ref._typing import Scalar, Tensor
 
 # Operation of the forward and of the gradient, by the number in `tiles`.
 ACTIVATIONS = {"gelu": (1, 2), "relu": (3, 4), "swiglu": (5, 6)}
@@ -19,11 +19,20 @@ _CAST = 0
 _GATED = "swiglu"
 # Rows, columns and warps of a program's tile, tuned on an H200 (docs/reports).
 _TILE = (64, 128, 4)
+_GRADIENT_TILE = (32, 128, 4)
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 class FusedQuantized(NamedTuple):
-    """FP8 `q [m, k]`, `q_t [k, m]`; float32 `()`: `1 / scale`, `scale` copied, amax."""
+    """FP8 `q [m, k]` and `q_t [k, m]`, and what belongs to them.
+
+    Args:
+        q: FP8 `[m, k]`.
+        q_t: FP8 `[k, m]`.
+        scale_inv: float32 `()`, `1 / scale`.
+        scale: float32 `()`, a copy.
+        amax: float32 `()`.
+    """
 
     q: Tensor
     q_t: Tensor
@@ -50,7 +59,7 @@ def cast_transpose(x: Tensor, scale: Scalar, fp8_dtype: torch.dtype) -> FusedQua
 
     Source: `transformer_engine`'s cast-transpose kernel has the same contract.
     """
-    return _launch(_CAST, x, None, scale, fp8_dtype, x.shape[1], planes=1)
+    return _launch(_CAST, x, None, scale, fp8_dtype, x.shape[1])[0]
 
 
 def act_cast_transpose(
@@ -66,12 +75,18 @@ def act_cast_transpose(
     """
     columns = h.shape[1] // (2 if activation == _GATED else 1)
     forward, _ = ACTIVATIONS[activation]
-    return _launch(forward, h, None, scale, fp8_dtype, columns, planes=1)
+    return _launch(forward, h, None, scale, fp8_dtype, columns)[0]
 
 
 def dact_cast_transpose(
-    g: Tensor, h: Tensor, scale: Scalar, fp8_dtype: torch.dtype, activation: str
-) -> FusedQuantized:
+    g: Tensor,
+    h: Tensor,
+    scale: Scalar,
+    fp8_dtype: torch.dtype,
+    activation: str,
+    *,
+    sums: bool = False,
+) -> tuple[FusedQuantized, Tensor | None]:
     """`g * act'(h)`, quantised; SwiGLU's is rounded to the dtype of `g` before.
 
     Args:
@@ -80,10 +95,14 @@ def dact_cast_transpose(
         scale: float32 `()`.
         fp8_dtype: Format of the codes.
         activation: A key of `ACTIVATIONS`.
+        sums: Whether the column sums `[k]` of the values before the cast are wanted,
+            for a bias gradient.
     """
     planes = 2 if activation == _GATED else 1
     _, backward = ACTIVATIONS[activation]
-    return _launch(backward, g, h, scale, fp8_dtype, g.shape[1], planes=planes)
+    return _launch(
+        backward, g, h, scale, fp8_dtype, g.shape[1], planes=planes, sums=sums
+    )
 
 
 def _launch(
@@ -94,8 +113,9 @@ def _launch(
     fp8_dtype: torch.dtype,
     columns: int,
     *,
-    planes: int,
-) -> FusedQuantized:
+    planes: int = 1,
+    sums: bool = False,
+) -> tuple[FusedQuantized, Tensor | None]:
     import triton
 
     from .tiles import quantize_tile
@@ -105,9 +125,11 @@ def _launch(
     q, q_t = new((rows, width), fp8_dtype), new((width, rows), fp8_dtype)
     scale_inv, scale_copy = new((), torch.float32), new((), torch.float32)
     amax = torch.zeros((), dtype=torch.float32, device=x.device)
-    tile_m, tile_n, warps = _TILE
+    tile_m, tile_n, warps = _TILE if h is None else _GRADIENT_TILE
+    grid = triton.cdiv(rows, tile_m), triton.cdiv(columns, tile_n)
+    partial = new((grid[0], width), torch.float32) if sums else None
     with torch.cuda.device(x.device):
-        quantize_tile[(triton.cdiv(rows, tile_m), triton.cdiv(columns, tile_n))](
+        quantize_tile[grid](
             x,
             x if h is None else h,
             scale,
@@ -116,6 +138,7 @@ def _launch(
             amax.view(torch.int32),
             scale_inv,
             scale_copy,
+            scale_copy if partial is None else partial,
             rows,
             columns,
             OP=op,
@@ -124,6 +147,8 @@ def _launch(
             COLS=tile_n,
             PLANES=planes,
             MASKED=rows % tile_m != 0 or columns % tile_n != 0,
+            SUMS=sums,
             num_warps=warps,
         )
-    return FusedQuantized(q, q_t, scale_inv, scale_copy, amax)
+    total = None if partial is None else partial.sum(0)
+    return FusedQuantized(q, q_t, scale_inv, scale_copy, amax), total

@@ -11,6 +11,9 @@ and saturates in one step; its `max` ignores NaN. The specification is
 `_quantize.cast_transpose`; codes and amax are equal to it, bit for bit.
 """
 
+# Triton functions take pointers and constants, which no annotation describes.
+# ruff: noqa: ANN001, ANN202, PLR0913
+
 from __future__ import annotations
 
 import triton
@@ -157,8 +160,9 @@ def _value(
 @triton.jit
 def quantize_tile(
     x_ptr, h_ptr, scale_ptr, codes_ptr, codes_t_ptr, amax_ptr, scale_inv_ptr,
-    scale_copy_ptr, m, n, OP: tl.constexpr, E5M2: tl.constexpr, ROWS: tl.constexpr,
-    COLS: tl.constexpr, PLANES: tl.constexpr, MASKED: tl.constexpr,
+    scale_copy_ptr, sums_ptr, m, n, OP: tl.constexpr, E5M2: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, PLANES: tl.constexpr, MASKED: tl.constexpr,
+    SUMS: tl.constexpr,
 ):  # fmt: skip
     """One tile of ROWS x COLS; `n` counts the columns of one plane."""
     tile_m, tile_n = tl.program_id(0), tl.program_id(1)
@@ -180,6 +184,10 @@ def quantize_tile(
         d = _value(x_ptr, h_ptr, quads + 3, cols, n, mask, OP, PLANE, MASKED)
         top = _amax4(a, b, c, d)
         largest = tl.maximum(largest, tl.max(tl.where(top == top, top, 0.0)))
+        if SUMS:
+            partial = tl.sum((a + b) + (c + d), axis=0)[None, :]
+            at = tile_m.to(tl.int64) * (n * PLANES) + PLANE * n + cols
+            _store(sums_ptr, at, partial, cols < n, MASKED)
         a, b, c, d = a * scale, b * scale, c * scale, d * scale
         out = codes_ptr + PLANE * n
         width = n * PLANES

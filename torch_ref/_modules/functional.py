@@ -76,22 +76,7 @@ class Activate(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """The gradient of h in its dtype: float32 leaves it unrounded."""
         (h,) = ctx.saved_tensors
-        h, grad = h.float(), grad.float()
-        inner = ctx.name
-        if inner in GATED:
-            h, gate = h.chunk(2, dim=-1)
-            inner = GATED[inner]
-            dgate = grad * activation(h, inner)
-            grad = grad * gate
-        match inner:
-            case "gelu":
-                dh = _aten.gelu_backward(grad, h, approximate="tanh")
-            case "silu":
-                dh = _aten.silu_backward(grad, h)
-            case _:
-                dh = grad * (h > 0)
-        if ctx.name in GATED:
-            dh = torch.cat([dh, dgate], dim=-1)
+        dh = activation_backward(grad.float(), h.float(), ctx.name)
         return dh.to(ctx.in_dtype), None, None
 
 
@@ -112,6 +97,21 @@ def activation(h: Tensor, name: str) -> Tensor:
             return nn.functional.silu(h)
         case _:
             return nn.functional.relu(h)
+
+
+def activation_backward(grad: Tensor, h: Tensor, name: str) -> Tensor:
+    """The gradient of `h` from that of `activation(h, name)`, in the dtype of both."""
+    if name in GATED:
+        h, gate = h.chunk(2, dim=-1)
+        dh = activation_backward(grad * gate, h, GATED[name])
+        return torch.cat([dh, grad * activation(h, GATED[name])], dim=-1)
+    match name:
+        case "gelu":
+            return _aten.gelu_backward(grad, h, approximate="tanh")
+        case "silu":
+            return _aten.silu_backward(grad, h)
+        case _:
+            return grad * (h > 0)
 
 
 def normalization(

@@ -21,6 +21,7 @@ from .functional import (
     check_choice,
     normalization,
 )
+from .fused import can_fuse, fused_mlp
 from .norm import norm_parameters, normalize
 from .options import check_options
 from .parameters import Init, add_linear, add_norm
@@ -29,15 +30,16 @@ from .parameters import Init, add_linear, add_norm
 class LayerNormMLP(Fp8Module):
     """`y = act(norm(x) w1^T + b1) w2^T + b2`.
 
-    With FP8 off it is torch's norm, linear, activation (gelu in its tanh form) and
-    linear, one after the other.
+    On CUDA the activation, its gradient and the casts of their results are one kernel
+    each; the activation is never stored. With FP8 off it is torch's norm, linear,
+    activation (gelu in its tanh form) and linear, one after the other.
 
     Args:
         hidden_size: k.
         ffn_hidden_size: f.
         eps: Added to the variance.
         bias: Whether the two layers have biases.
-        normalization: `"LayerNorm"` or `"RMSNorm"`.
+        normalization: `"LayerNorm"`, `"RMSNorm"`, or None for the MLP alone.
         activation: `"gelu"`, `"relu"`, `"silu"`, or the gated `"geglu"`, `"reglu"`,
             `"swiglu"`, whose `fc1_weight` has 2 f rows: activation first, gate second.
         zero_centered_gamma: Store `layer_norm_weight - 1`.
@@ -78,7 +80,7 @@ class LayerNormMLP(Fp8Module):
         eps: float = 1e-5,
         *,
         bias: bool = True,
-        normalization: str = "LayerNorm",
+        normalization: str | None = "LayerNorm",
         activation: str = "gelu",
         zero_centered_gamma: bool = False,
         return_bias: bool = False,
@@ -92,23 +94,24 @@ class LayerNormMLP(Fp8Module):
     ) -> None:
         check_options(self, options)
         super().__init__(amax_history_len, device)
-        self.normalization = check_choice(
-            "normalization", normalization, NORMALIZATIONS
-        )
+        self.normalization = normalization
+        if normalization is not None:
+            check_choice("normalization", normalization, NORMALIZATIONS)
         self.activation = check_choice("activation", activation, ACTIVATIONS)
         self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
         self.return_bias = return_bias
         self.return_layernorm_output = return_layernorm_output
         self.hidden_size, self.ffn_hidden_size = hidden_size, ffn_hidden_size
         factory = {"device": device, "dtype": params_dtype}
-        add_norm(
-            self,
-            "layer_norm_",
-            hidden_size,
-            normalization,
-            zero_centered_gamma,
-            factory,
-        )
+        if normalization is not None:
+            add_norm(
+                self,
+                "layer_norm_",
+                hidden_size,
+                normalization,
+                zero_centered_gamma,
+                factory,
+            )
         rows = ffn_hidden_size * (2 if activation in GATED else 1)
         for layer, shape, init in (
             ("fc1_", (rows, hidden_size), init_method),
@@ -132,12 +135,16 @@ class LayerNormMLP(Fp8Module):
             x: Input.
             is_first_microbatch: See `Linear`.
         """
-        gamma, beta = norm_parameters(self)
+        gamma = beta = None
+        if self.normalization is not None:
+            gamma, beta = norm_parameters(self)
         bias2 = None if self.return_bias else self.fc2_bias
         if _context.is_fp8_enabled():
             y, normed = self._fp8(x, gamma, beta, bias2, is_first_microbatch)
         else:
-            normed = normalization(x, gamma, beta, self.eps, self.normalization)
+            normed = x
+            if gamma is not None:
+                normed = normalization(x, gamma, beta, self.eps, self.normalization)
             h = nn.functional.linear(normed, self.fc1_weight, self.fc1_bias)
             a = activation(h, self.activation)
             y = nn.functional.linear(a, self.fc2_weight, bias2)
@@ -148,7 +155,7 @@ class LayerNormMLP(Fp8Module):
     def _fp8(
         self,
         x: Tensor,
-        gamma: Tensor,
+        gamma: Tensor | None,
         beta: Tensor | None,
         bias2: Tensor | None,
         first: bool | None,
@@ -156,7 +163,7 @@ class LayerNormMLP(Fp8Module):
         x, w1, b1, w2, b2 = compute_dtype(
             self, x, self.fc1_weight, self.fc1_bias, self.fc2_weight, bias2
         )
-        normed = normalize(self, x, gamma, beta)
+        normed = x if gamma is None else normalize(self, x, gamma, beta)
         # The gradient of a gated activation is rounded before its cast, others are not.
         fc1 = Layer(
             self,
@@ -165,9 +172,12 @@ class LayerNormMLP(Fp8Module):
             first_microbatch=first,
             wide_output=self.activation not in GATED,
         )
+        fc2 = Layer(self, "fc2_", dtype=x.dtype, first_microbatch=first)
+        if can_fuse(normed, self.activation):
+            y = fused_mlp(normed, (w1, b1, w2, b2), (fc1, fc2), self.activation)
+            return y, normed.to(x.dtype)
         h = linear(normed, w1, b1, fc1)
         a = apply(Activate, h, self.activation, x.dtype)
-        fc2 = Layer(self, "fc2_", dtype=x.dtype, first_microbatch=first)
         return linear(a, w2, b2, fc2), normed.to(x.dtype)
 
     def extra_repr(self) -> str:
