@@ -141,8 +141,9 @@ def begin_use(
         kernel_codes = lax.transpose(kernel_codes, kernel_axes)
     input_scale, kernel_scale = _ticket(module, states["input"].scale, kernel_scale)
 
-    for name, value in (("input", x), ("kernel", kernel)):
-        module.sow(OPERANDS, name, value)
+    if not module.is_initializing():  # `init` would return the captured tensors
+        for name, value in (("input", x), ("kernel", kernel)):
+            module.sow(OPERANDS, name, value)
     x, kernel, bias, axis_names = _align(x, kernel, bias, input_scale, autocast)
     spec = Gemm(
         path=path_of(module),

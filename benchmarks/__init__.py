@@ -1,0 +1,1 @@
+"""Speed and memory of both packages beside their peers; `make bench`."""

@@ -1,0 +1,237 @@
+"""The JAX programs: one MLP, a stack of them, a transformer layer, by every peer.
+
+A peer is a function from the sizes to a `Program`: a jitted step that returns the
+output, the gradients of input and weights, and whatever state it must carry.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Literal
+
+import jax_fp8 as fp8
+
+from .plan import LayerSize, Size
+
+BF16 = jnp.bfloat16
+POLICIES = {
+    "none": None,
+    "full": jax.checkpoint_policies.nothing_saveable,
+    "dots_saveable": jax.checkpoint_policies.dots_saveable,
+    "save_fp8_operands": fp8.checkpoint_policies.save_fp8_operands,
+    "save_fp8_dots": fp8.checkpoint_policies.save_fp8_dots,
+}
+
+
+@dataclasses.dataclass
+class Program:
+    """A step and its arguments, `step(*args)`; `saved` counts kept bytes, lazily."""
+
+    step: Callable[..., Any]
+    args: tuple[Any, ...]
+    saved: Callable[[], int] | None = None
+
+
+class DenseMlp(nn.Module):
+    """`gelu(x w1) w2`, blocks in a row, with any dot_general."""
+
+    size: Size
+    policy: Any = None
+    dot_general_cls: Any = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        block = _DenseBlock
+        if self.policy is not None:
+            block = nn.remat(block, policy=self.policy)
+        for i in range(self.size.blocks):
+            x = block(self.size, self.dot_general_cls, name=f"block_{i}")(x)
+        return x
+
+
+class _DenseBlock(nn.Module):
+    size: Size
+    dot_general_cls: Any
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        dense = functools.partial(
+            nn.Dense,
+            use_bias=False,
+            dtype=BF16,
+            param_dtype=BF16,
+            dot_general_cls=self.dot_general_cls,
+        )
+        return dense(self.size.hidden)(nn.gelu(dense(self.size.ffn)(x)))
+
+
+class FusedMlp(nn.Module):
+    """The same MLP as ours: `LayerNormMLP` without a norm."""
+
+    size: Size
+    policy: Any = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        block = fp8.LayerNormMLP
+        if self.policy is not None:
+            block = fp8.remat(block, policy=self.policy)
+        for i in range(self.size.blocks):
+            x = block(
+                self.size.ffn,
+                norm=None,
+                use_bias=False,
+                dtype=BF16,
+                param_dtype=BF16,
+                name=f"block_{i}",
+            )(x)
+        return x
+
+
+def bf16_mlp(size: Size, policy: str) -> Program:
+    model = DenseMlp(size, POLICIES[policy])
+    return _program(model, size, {}, lambda v, x: (model.apply(v, x), {}))
+
+
+def flax_mlp(size: Size, policy: str) -> Program:
+    model = DenseMlp(size, POLICIES[policy], nn.fp8_ops.Fp8DirectDotGeneralOp)
+    return _program(model, size, {}, lambda v, x: (model.apply(v, x), {}))
+
+
+def our_mlp(size: Size, policy: str, *, kernels_once: bool = False) -> Program:
+    recipe = fp8.DelayedScaling()
+    model = FusedMlp(size, POLICIES[policy])
+    return _fp8_program(model, size, recipe, kernels_once=kernels_once)
+
+
+def bf16_layer(size: LayerSize, policy: str) -> Program:
+    return _layer(size, policy, enabled=False)
+
+
+def our_layer(size: LayerSize, policy: str) -> Program:
+    return _layer(size, policy, enabled=True)
+
+
+def _layer(size: LayerSize, policy: str, *, enabled: bool) -> Program:
+    block = fp8.TransformerLayer
+    if POLICIES[policy] is not None:
+        block = fp8.remat(block, policy=POLICIES[policy])
+    model = block(
+        num_heads=size.heads,
+        intermediate_features=size.ffn,
+        dtype=BF16,
+        param_dtype=BF16,
+    )
+    if not enabled:
+        return _program(model, size, {}, lambda v, x: (model.apply(v, x), {}))
+    return _fp8_program(model, size, fp8.DelayedScaling())
+
+
+def six_gemms(size: Size) -> Program:
+    """The six FP8 GEMMs of a step alone, in our layouts and accumulation modes."""
+    m, k, f = size.tokens, size.hidden, size.ffn
+    e4, e5 = jnp.float8_e4m3fn, jnp.float8_e5m2
+    preset = jax.lax.DotAlgorithmPreset
+    fast, split = preset.ANY_F8_ANY_F8_F32_FAST_ACCUM, preset.ANY_F8_ANY_F8_F32
+    cases = [
+        (m, k, f, e4, e4, fast),
+        (m, f, k, e4, e4, fast),
+        (m, k, f, e5, e4, split),
+        (f, m, k, e4, e5, split),
+        (m, f, k, e5, e4, split),
+        (k, m, f, e4, e5, split),
+    ]
+    keys = iter(jax.random.split(jax.random.key(0), 2 * len(cases)))
+    draw = lambda shape, dtype: (30 * jax.random.normal(next(keys), shape)).astype(dtype)
+    pairs = [(draw((r, c), a), draw((n, c), b)) for r, c, n, a, b, _ in cases]
+
+    def step(pairs: Any, scale: jax.Array) -> Any:
+        return [
+            jax.lax.dot_general(
+                a,
+                b,
+                (((1,), (1,)), ((), ())),
+                precision=case[-1],
+                preferred_element_type=BF16,
+            )
+            * scale.astype(BF16)
+            for (a, b), case in zip(pairs, cases, strict=True)
+        ]
+
+    return Program(jax.jit(step), (pairs, jnp.float32(1e-4)))
+
+
+def _inputs(size: Size | LayerSize) -> tuple[jax.Array, jax.Array]:
+    shape = (
+        (size.tokens, size.hidden)
+        if isinstance(size, Size)
+        else (size.batch, size.seq, size.hidden)
+    )
+    keys = jax.random.split(jax.random.key(1))
+    return tuple(jax.random.normal(key, shape, BF16) for key in keys)
+
+
+def _program(
+    model: nn.Module, size: Any, extra: dict[str, Any], apply: Callable[..., Any]
+) -> Program:
+    x, g = _inputs(size)
+    variables = {**jax.jit(model.init)(jax.random.key(0), x), **extra}
+
+    def step(variables: Any, x: jax.Array, g: jax.Array) -> Any:
+        y, vjp, _ = jax.vjp(lambda v, x: apply(v, x), variables, x, has_aux=True)
+        return y, vjp(g)
+
+    def saved() -> int:
+        vjp = lambda v, x: jax.vjp(lambda v, x: apply(v, x)[0], v, x)[1]
+        return kept_bytes(vjp, variables, x)
+
+    return Program(jax.jit(step), (variables, x, g), saved)
+
+
+def _fp8_program(
+    model: nn.Module, size: Any, recipe: Any, *, kernels_once: bool = False
+) -> Program:
+    x, g = _inputs(size)
+    with fp8.autocast(recipe=recipe):
+        variables = jax.jit(model.init)(jax.random.key(0), x)
+
+    def run(variables: Any, x: jax.Array) -> Any:
+        with fp8.autocast(recipe=recipe):
+            return model.apply(variables, x, mutable=[*fp8.COLLECTIONS])
+
+    def loss(variables: Any, g: jax.Array) -> Any:
+        # The input is differentiated too: it travels among the parameters.
+        params = variables["params"]
+        y, updates = run({**variables, "params": params["net"]}, params["x"])
+        return jnp.sum(y * g), (updates, y)
+
+    def step(variables: Any, x: jax.Array, g: jax.Array) -> Any:
+        if kernels_once:
+            kernels = fp8.quantize_kernels(variables, recipe, dtype=BF16)
+            variables = {**variables, **kernels}
+        given = {**variables, "params": {"net": variables["params"], "x": x}}
+        # Nobody asks for the loss, so XLA drops it: y and the gradients are computed.
+        (_, y), grads, updates = fp8.value_and_grad(loss, has_aux=True)(given, g)
+        after = fp8.update_scaling(variables, updates, recipe=recipe)
+        return y, grads, after["fp8_scaling"]
+
+    def saved() -> int:
+        vjp = lambda v, x: jax.vjp(lambda v, x: run(v, x)[0], v, x)[1]
+        return kept_bytes(vjp, variables, x)
+
+    return Program(jax.jit(step), (variables, x, g), saved)
+
+
+def kept_bytes(vjp: Callable[..., Any], *args: Any) -> int:
+    """Bytes of what `vjp(*args)` holds, the arguments themselves not counted."""
+    jaxpr = jax.make_jaxpr(vjp)(*args).jaxpr
+    given = set(jaxpr.invars)
+    held = {v for v in jaxpr.outvars if not isinstance(v, Literal) and v not in given}
+    return sum(v.aval.size * v.aval.dtype.itemsize for v in held)
