@@ -18,7 +18,7 @@ TYPES = $(shell $(PY) -c "import beartype, jaxtyping" 2>/dev/null && echo --jaxt
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup parity parity-multi test test-all lint types bench mirror docs clean
+.PHONY: help setup parity parity-multi train test test-all lint types bench mirror docs clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -28,11 +28,17 @@ setup: $(READY)  ## create $(VENV) and install what the other targets need, once
 parity: $(READY)  ## both packages, the recordings and the controls, compared
 	$(PY) -m parity_tests $(ARGS)
 
+parity-multi: $(READY)  ## all GPUs of this machine against one (ARGS=--cpu: 8 host devices)
+	$(PY) examples/multi_gpu.py $(ARGS)
+
 test: $(READY)  ## the tests, with doctests, shape checks and coverage
 	$(PY) -m pytest -n 2 --dist loadfile -m "not slow" --cov --cov-report=term $(TYPES) $(ARGS)
 
 test-all: $(READY)  ## the slow tests too
 	$(PY) -m pytest -n 2 --dist loadfile $(TYPES) $(ARGS)
+
+train: $(READY)  ## a language model in BF16, FP8 and FP8 with recompute, compared
+	$(PY) examples/train_lm.py --mode bf16 --mode fp8 --mode fp8-remat $(ARGS)
 
 bench: $(READY)  ## speed and memory beside the peers
 	$(PY) -m benchmarks $(ARGS)
