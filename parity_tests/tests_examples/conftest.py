@@ -19,6 +19,6 @@ def corpus():
 
 @pytest.fixture(scope="module")
 def promotion():
-    """`jax.nn.dot_product_attention` itself promotes BF16 with float32."""
+    """`jax.nn.dot_product_attention` and optax promote dtypes themselves."""
     with jax.numpy_dtype_promotion("standard"):
         yield
