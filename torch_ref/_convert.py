@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import nn
 
 from ._modules import Linear
 
 # Layers that stand at the ends of models and are never converted themselves, but hold
 # the place of "first" or "last": after an embedding no linear layer is the first.
-_OTHER_LAYERS = (nn.Embedding, nn.EmbeddingBag, nn.modules.conv._ConvNd)
+_Conv = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d)
+_OTHER_LAYERS = (nn.Embedding, nn.EmbeddingBag, *_Conv)
 
 
 def convert(
     model: nn.Module,
     predicate: Callable[[str], bool] | None = None,
     *,
-    amax_history_len: int | None = None,
+    amax_history_len: int = 1024,
 ) -> nn.Module:
     """Replaces the `torch.nn.Linear` layers of a model, in place, weights kept.
 
@@ -35,7 +35,7 @@ def convert(
             the model in the order of `named_modules`, where embeddings and
             convolutions count as layers: with `Embedding -> blocks -> head` only the
             head stays.
-        amax_history_len: Length of the histories; None takes the recipe's.
+        amax_history_len: Length H of the histories until a recipe sets another.
 
     Returns:
         `model`, or a new layer if `model` itself is a `torch.nn.Linear`.
@@ -46,8 +46,8 @@ def convert(
             lost. The model is unchanged.
 
     >>> model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 2))
-    >>> [type(layer).__module__ for layer in convert(model)]
-    ['torch.nn.modules.linear', 'torch_ref._modules.linear', 'torch.nn.modules.linear']
+    >>> [isinstance(layer, Linear) for layer in convert(model)]
+    [False, True, False]
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
@@ -104,8 +104,8 @@ def _check(
     hooked = [path for path, module in chosen.items() if _has_hooks(module)]
     if hooked:
         raise ValueError(
-            f"the layers {hooked} have hooks, which conversion would lose; remove them, "
-            "convert, and register them again"
+            f"the layers {hooked} have hooks, which conversion would lose; remove "
+            "them, convert, and register them again"
         )
 
 
@@ -114,7 +114,7 @@ def _has_hooks(module: nn.Module) -> bool:
     return any(value for name, value in vars(module).items() if name.endswith("_hooks"))
 
 
-def _replacement(old: nn.Linear, amax_history_len: int | None) -> Linear:
+def _replacement(old: nn.Linear, amax_history_len: int) -> Linear:
     new = Linear(
         old.in_features,
         old.out_features,
@@ -123,11 +123,9 @@ def _replacement(old: nn.Linear, amax_history_len: int | None) -> Linear:
         device="meta",
         amax_history_len=amax_history_len,
     )
-    new.weight, new.bias = old.weight, old.bias
-    for name, buffer in new.named_buffers():
-        ones_or_zeros = torch.ones if name.endswith("_scale") else torch.zeros
-        value = ones_or_zeros(
-            buffer.shape, dtype=buffer.dtype, device=old.weight.device
-        )
-        setattr(new, name, value)
+    for name, parameter in old.named_parameters():
+        new.get_parameter(name).requires_grad_(parameter.requires_grad)
+    # With the variables themselves and `assign`, loading keeps the Parameter objects,
+    # and it makes the states as for any weights that come without.
+    new.load_state_dict(old.state_dict(keep_vars=True), assign=True)
     return new.train(old.training)

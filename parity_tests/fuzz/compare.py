@@ -1,0 +1,35 @@
+"""Arrays from their descriptions, recipes, and the comparison that all tests use."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import strategies as st
+
+from .law import F32
+from .program import FEATURES, Data
+
+
+def array(data: Data) -> np.ndarray:
+    """The array that `data` describes, float32 `[rows, features]`."""
+    rng = np.random.default_rng(data.seed)
+    x = rng.standard_normal((data.rows, FEATURES)) * data.size
+    if data.special is not None and data.rows:
+        x[0, 0] = data.special
+    return x.astype(F32)
+
+
+def equal(got: np.ndarray, want: np.ndarray, what: str) -> None:
+    """Equality of values; NaN equals NaN, and zero has one sign."""
+    np.testing.assert_array_equal(got, want, err_msg=what, strict=True)
+
+
+def recipes(package):
+    """Recipes of a package that differ in everything that the law depends on."""
+    return st.builds(
+        package.DelayedScaling,
+        margin=st.sampled_from((0, 2)),
+        fp8_format=st.sampled_from((package.Format.HYBRID, package.Format.E4M3)),
+        amax_history_len=st.sampled_from((1, 2, 4)),
+        amax_compute_algo=st.sampled_from(("max", "most_recent")),
+        accumulation=st.just("exact"),
+    )

@@ -1,0 +1,46 @@
+"""What the random sessions found in torch_ref, each as small as it gets."""
+
+from __future__ import annotations
+
+import torch
+
+import torch_ref as te
+
+RECIPE = te.DelayedScaling(amax_history_len=2, accumulation="exact")
+
+
+def states(module):
+    return {
+        role: (s.scale.clone(), s.amax_history.clone())
+        for role, s in module.scaling_states().items()
+    }
+
+
+def test_empty_input_leaves_the_weight_state_alone():
+    layer = te.Linear(16, 16, bias=False, amax_history_len=2)
+    before = states(layer)
+    x = torch.zeros(0, 16, requires_grad=True)
+    with te.autocast(recipe=RECIPE):
+        y = layer(x)
+    y.backward(torch.zeros(0, 16))
+    assert y.shape == x.grad.shape == (0, 16)
+    assert torch.count_nonzero(layer.weight.grad) == 0
+    torch.testing.assert_close(states(layer), before, rtol=0, atol=0)
+    with te.autocast(recipe=RECIPE):  # the state can move: the test is not blind
+        layer(torch.ones(1, 16))
+    assert layer.weight_scale != 1
+
+
+def test_backward_inside_a_region_without_early_stop():
+    layer = te.Linear(16, 16, bias=False, amax_history_len=2)
+
+    def penalty(x):
+        z = x.detach().requires_grad_()
+        (dx,) = torch.autograd.grad(layer(z).sum(), z)
+        return x + dx
+
+    x = torch.ones(4, 16, requires_grad=True)
+    with te.autocast(recipe=RECIPE):
+        y = te.checkpoint(penalty, x, use_reentrant=False, early_stop=False)
+    y.sum().backward()
+    torch.testing.assert_close(x.grad, torch.ones(4, 16))
