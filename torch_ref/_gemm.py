@@ -19,6 +19,7 @@ is not exact and multiplies E5M2 by E5M2, which no GPU does.
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import torch
 from torch.nn import functional as F  # noqa: N812
@@ -124,17 +125,22 @@ def matmul(
     return _matmul(a, b, *scale_invs, bias, out_dtype, exact, fast)
 
 
-@torch.library.custom_op("torch_ref::matmul", mutates_args=())
+@torch.library.custom_op(
+    "torch_ref::matmul",
+    mutates_args=(),
+    schema="(Tensor a, Tensor b, Tensor scale_inv_a, Tensor scale_inv_b, "
+    "Tensor? bias, ScalarType out_dtype, bool exact, bool fast) -> Tensor",
+)
 def _matmul(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    scale_inv_a: torch.Tensor,
-    scale_inv_b: torch.Tensor,
-    bias: torch.Tensor | None,
+    a: Tensor,
+    b: Tensor,
+    scale_inv_a: Scalar,
+    scale_inv_b: Scalar,
+    bias: Tensor | None,
     out_dtype: torch.dtype,
     exact: bool,
     fast: bool,
-) -> torch.Tensor:
+) -> Tensor:
     # torch.autocast would round the accumulator to BF16.
     with _autocast_off(a.device.type):
         if a.is_cuda and torch.cuda.get_device_capability(a.device) >= (8, 9):
@@ -148,11 +154,8 @@ def _matmul(
 
 
 @_matmul.register_fake
-def _(
-    a: torch.Tensor, b: torch.Tensor, *args: torch.Tensor | torch.dtype | bool | None
-) -> torch.Tensor:
-    out_dtype = args[3]
-    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
+def _(a: Tensor, b: Tensor, *args: Any) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=args[3])
 
 
 def _cublas(

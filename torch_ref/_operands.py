@@ -7,7 +7,8 @@ it: `MUST_SAVE` keeps the FP8 codes, one byte per element, and recomputes the re
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
@@ -60,47 +61,51 @@ def quantize_2d(
     return Quantized(q, None, *scalars)
 
 
-def _reference(
-    x: torch.Tensor, scale: torch.Tensor, fp8_dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def _one_layout(
+    x: Tensor, scale: Scalar, fp8_dtype: torch.dtype
+) -> tuple[Tensor, Scalar, Scalar, Scalar]:
     q = quantize(x, scale, fp8_dtype)
     return q, scale.reciprocal(), scale.clone(), amax(x)
 
 
 def _both_layouts(
-    x: torch.Tensor, scale: torch.Tensor, fp8_dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    x: Tensor, scale: Scalar, fp8_dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Scalar, Scalar, Scalar]:
     if _kernels.is_supported(x):
         return tuple(_kernels.cast_transpose(x, scale, fp8_dtype))
     q, q_t, x_amax = cast_transpose(x, scale, fp8_dtype)
     return q, q_t, scale.reciprocal(), scale.clone(), x_amax
 
 
-def _fake(
-    x: torch.Tensor, scale: torch.Tensor, fp8_dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    scalars = (torch.empty_like(scale) for _ in range(3))
-    return torch.empty_like(x, dtype=fp8_dtype), *scalars
+def _fake_one(
+    x: Tensor, scale: Scalar, fp8_dtype: torch.dtype
+) -> tuple[Tensor, Scalar, Scalar, Scalar]:
+    one, two, three = (torch.empty_like(scale) for _ in range(3))
+    return torch.empty_like(x, dtype=fp8_dtype), one, two, three
 
 
-def _fake_both_layouts(
-    x: torch.Tensor, scale: torch.Tensor, fp8_dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    q, *scalars = _fake(x, scale, fp8_dtype)
-    return q, q.new_empty(q.shape[::-1]), *scalars
+def _fake_both(
+    x: Tensor, scale: Scalar, fp8_dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Scalar, Scalar, Scalar]:
+    q, *scalars = _fake_one(x, scale, fp8_dtype)
+    return (q, q.new_empty(q.shape[::-1]), *scalars)
 
 
-_quantize = torch.library.custom_op("torch_ref::quantize", _reference, mutates_args=())
-_quantize_cached = torch.library.custom_op(
-    "torch_ref::quantize_cached", _reference, mutates_args=()
+def _operator(name: str, function: Callable, fake: Callable, outputs: int) -> Any:
+    returns = ", ".join(["Tensor"] * outputs)
+    op = torch.library.custom_op(
+        f"torch_ref::{name}",
+        function,
+        mutates_args=(),
+        schema=f"(Tensor x, Tensor scale, ScalarType fp8_dtype) -> ({returns})",
+    )
+    op.register_fake(fake)
+    return op
+
+
+_quantize = _operator("quantize", _one_layout, _fake_one, 4)
+_quantize_cached = _operator("quantize_cached", _one_layout, _fake_one, 4)
+_cast_transpose = _operator("cast_transpose", _both_layouts, _fake_both, 5)
+_cast_transpose_cached = _operator(
+    "cast_transpose_cached", _both_layouts, _fake_both, 5
 )
-_cast_transpose = torch.library.custom_op(
-    "torch_ref::cast_transpose", _both_layouts, mutates_args=()
-)
-_cast_transpose_cached = torch.library.custom_op(
-    "torch_ref::cast_transpose_cached", _both_layouts, mutates_args=()
-)
-for _op in (_quantize, _quantize_cached):
-    _op.register_fake(_fake)
-for _op in (_cast_transpose, _cast_transpose_cached):
-    _op.register_fake(_fake_both_layouts)

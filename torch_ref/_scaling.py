@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import NamedTuple, cast
 
 import torch
+from jaxtyping import Float32
 
 from ._recipe import AmaxComputeAlgo, DelayedScaling
 from ._typing import Histories, History, Scalar, Scalars, Tensor
@@ -97,7 +98,9 @@ def update(state: ScalingState, recipe: DelayedScaling, fp8_max: float) -> Scali
     return ScalingState(scales[0], histories[0])
 
 
-def resize_history(history: History, amax_history_len: int) -> History:
+def resize_history(
+    history: History, amax_history_len: int
+) -> Float32[Tensor, {amax_history_len}]:
     """Returns a history of another length; the newest entries and the slot survive.
 
     >>> resize_history(torch.tensor([0.0, 1.0, 2.0, 3.0]), 3)
@@ -135,21 +138,28 @@ def update_(
         _update_op(scales, histories, amaxes, positions, fp8_max, recipe.margin, algo)
 
 
-@torch.library.custom_op("torch_ref::running_max", mutates_args=())
-def running_max(
-    amaxes: list[torch.Tensor], positions: list[int], size: int
-) -> torch.Tensor:
+@torch.library.custom_op(
+    "torch_ref::running_max",
+    mutates_args=(),
+    schema="(Tensor[] amaxes, int[] positions, int size) -> Tensor",
+)
+def running_max(amaxes: list[Tensor], positions: list[int], size: int) -> Scalars:
     """The vector `[size]` whose entry p is the maximum of the amaxes at position p."""
     flat = torch.stack([amax.to(amaxes[0].device) for amax in amaxes])
     index = torch.tensor(positions, device=flat.device)
     return flat.new_zeros(size).scatter_reduce(0, index, flat, "amax")
 
 
-@torch.library.custom_op("torch_ref::update", mutates_args=("scales", "histories"))
+@torch.library.custom_op(
+    "torch_ref::update",
+    mutates_args=("scales", "histories"),
+    schema="(Tensor(a!)[] scales, Tensor(b!)[] histories, Tensor amaxes, "
+    "int[] positions, float[] fp8_max, int margin, str amax_compute_algo) -> ()",
+)
 def _update_op(
-    scales: list[torch.Tensor],
-    histories: list[torch.Tensor],
-    amaxes: torch.Tensor,
+    scales: list[Tensor],
+    histories: list[Tensor],
+    amaxes: Scalars,
     positions: list[int],
     fp8_max: list[float],
     margin: int,
@@ -162,7 +172,7 @@ def _update_op(
 
 
 @running_max.register_fake
-def _(amaxes: list[torch.Tensor], positions: list[int], size: int) -> torch.Tensor:
+def _(amaxes: list[Tensor], positions: list[int], size: int) -> Scalars:
     del positions
     return amaxes[0].new_empty(size)
 

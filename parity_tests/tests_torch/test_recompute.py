@@ -1,16 +1,10 @@
 """A recomputed run equals the plain one, to the bit, in every case of the table."""
 
 import pytest
-import torch
 
 from parity_tests.tests_torch.cases import CASES, differences, logged
 
 ROWS = [(case, kind) for case in CASES for kind in case.kinds]
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    torch.set_num_threads(1)
 
 
 @pytest.mark.bitwise

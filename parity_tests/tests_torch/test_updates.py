@@ -8,7 +8,6 @@ import torch
 import torch_ref as te
 from parity_tests.tests_torch.cases import (
     GAINS,
-    RECIPE,
     WIDTH,
     Run,
     batch,
@@ -499,9 +498,3 @@ def test_the_region_keeps_the_codes_it_used():
     assert torch.equal(*results)
 
 
-def test_recipe_is_checked():
-    with pytest.raises(TypeError, match="expected a DelayedScaling"):
-        te.autocast(recipe="hybrid")
-    with pytest.raises(ValueError, match="calibrating=True"):
-        te.autocast(calibrating=True)
-    assert RECIPE.accumulation == "exact"
