@@ -496,5 +496,3 @@ def test_the_region_keeps_the_codes_it_used():
         y.backward(cotangent(0))
         results.append(x.grad)
     assert torch.equal(*results)
-
-
