@@ -110,7 +110,10 @@ class autocast(contextlib.ContextDecorator):  # noqa: N801
         outer = _settings.get()
         frame, reduction = outer.frame, outer.reduction
         if self._enabled and frame is None:
-            frame, reduction = Frame(), self._reduction()
+            # In a recompute, the forward of this autocast has committed already.
+            recompute = in_fp8_activation_recompute_phase()
+            frame = DiscardingFrame() if recompute else Frame()
+            reduction = self._reduction()
         elif self._group is not None and self._enabled:
             _check_same_group(self._group, reduction)
         _settings.set(Settings(self._enabled, self._recipe, reduction, frame, outer))
@@ -226,8 +229,11 @@ def enclosing_owner() -> weakref.ref[BackwardFrame] | None:
 
 def new_region(*, reentrant: bool) -> Region:
     """A region for the checkpoint that is called here."""
-    # Without the frame and what is around it: a region must not keep those alive.
-    kept = dataclasses.replace(_settings.get(), frame=None, outer=None)
+    # Without the frame and what is around it: a region must not keep those alive. That
+    # there was a frame says whose the reduction is: of that autocast, or of one inside.
+    found = _settings.get()
+    frame = None if found.frame is None else DiscardingFrame()
+    kept = dataclasses.replace(found, frame=frame, outer=None)
     return Region(reentrant=reentrant, settings=kept, owner=enclosing_owner())
 
 
@@ -250,9 +256,7 @@ class RegionRun:
             frame = None if outer.frame is None else Frame(outer.frame)
             inner = dataclasses.replace(outer, frame=frame, outer=outer)
         else:
-            inner = dataclasses.replace(
-                self._region.settings, frame=DiscardingFrame(), outer=outer
-            )
+            inner = dataclasses.replace(self._region.settings, outer=outer)
             if self._region.reentrant:
                 owner = self._region.owner or weakref.ref(backward_frame())
         run = Activation(self._region, self._phase, _activation.get(), owner)

@@ -110,6 +110,11 @@ class DiscardingFrame(Frame):
         """Drops what a nested region observed."""
         child.take()
 
+    def commit(
+        self, recipe: DelayedScaling, reduction: Reduction | None, *, backward: bool
+    ) -> None:
+        """Moves nothing, and asks nothing of other ranks."""
+
 
 class BackwardFrame(Frame):
     """Output gradients of one outermost backward; autograd ends it."""
