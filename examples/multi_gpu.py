@@ -91,6 +91,7 @@ def run_jax(
     from lm.multi_jax import Layout, run_layouts
 
     devices = jax.local_devices()[:count]
+    _check_gpu(cpu or devices[0].platform == "gpu", "jax")
     chosen = [Layout(name) for name in layouts] if layouts else list(Layout)
     config = make_config(preset, steps, len(devices), cpu)
     yield from run_layouts(config, policy, chosen, devices, load_corpus())
@@ -109,6 +110,7 @@ def run_torch(
     from lm.multi_torch import Job, Wrapper
     from lm.ranks_torch import reference, run_ranks
 
+    _check_gpu(cpu or torch.cuda.is_available(), "torch")
     world = count or (4 if cpu else torch.cuda.device_count())
     config = make_config(preset, steps, world, cpu)
     chosen = [Wrapper(name) for name in wrappers] if wrappers else list(Wrapper)
@@ -127,6 +129,14 @@ def run_torch(
             reference(job)
         report, checks = run_ranks(job)
         yield job.name, report, checks
+
+
+def _check_gpu(ok: bool, framework: str) -> None:
+    if not ok:
+        raise typer.BadParameter(
+            f"{framework} sees no GPU here; pass `--cpu` for 8 host devices and 4 "
+            "processes, which check everything but speed and FP8 GEMMs"
+        )
 
 
 if __name__ == "__main__":
