@@ -64,6 +64,9 @@ from ._interop import (
     to_torch_ref,
 )
 
+# Existing models.
+from ._convert import convert
+
 # Is FP8 really used, do the scales fit.
 from ._diagnostics import ScalingReport, assert_fp8_used, scaling_report
 
@@ -90,6 +93,7 @@ __all__ = [
     "autocast",
     "checkpoint_policies",
     "codes",
+    "convert",
     "dequantize",
     "from_flax_fp8_ops",
     "from_te_jax",

@@ -1,32 +1,32 @@
-"""Moves an existing Flax model to FP8: its dense layers get `DotGeneral`.
+"""Moves an existing Flax model to FP8: its dense layers run as the FP8 ones.
 
 Flax modules build their layers while they run, so there is nothing to replace before
 the call. The converted model is a subclass that runs the original methods under
-`nn.intercept_methods`; each chosen layer is given `dot_general_cls=DotGeneral` for the
-time of its call. Names, parameters, initial values and all code stay the model's own.
+`nn.intercept_methods`; where a chosen layer is called, the FP8 layer with the same
+fields runs in its scope. Names, parameters, initial values and state are those of a
+model that was written with the FP8 layers.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import flax.errors
 import flax.linen as nn
 import jax
 
-from ._errors import FP8StateError
-from ._modules import DotGeneral
+from ._modules import Dense, DenseGeneral, Einsum
 
 M = TypeVar("M", bound=nn.Module)
 Predicate = Callable[[str], bool]
 
-_CONVERTIBLE = (nn.Dense, nn.DenseGeneral)
+_FP8 = {nn.Dense: Dense, nn.DenseGeneral: DenseGeneral, nn.Einsum: Einsum}
 # Layers that stand at the ends of models and are never converted themselves, but hold
 # the place of "first" or "last": after an embedding no dense layer is the first.
-_LAYERS = (*_CONVERTIBLE, nn.Einsum, nn.Embed, nn.Conv, nn.ConvLocal, nn.ConvTranspose)
+_LAYERS = (*_FP8, nn.Embed, nn.Conv, nn.ConvLocal, nn.ConvTranspose)
 
 # Part of JAX's trace key: a function that is jitted inside the model (`nn.jit`) is
 # traced once with and once without conversion.
@@ -40,15 +40,14 @@ def convert(
     methods: Sequence[str] = ("__call__",),
     **kwargs: Any,
 ) -> M:
-    """Returns the model with FP8 in its `nn.Dense` and `nn.DenseGeneral` layers.
+    """Returns the model with its dense layers in FP8 under `autocast`.
 
-    The converted model is used as the original: same parameters, same `init`, and with
-    FP8 off the same outputs to the bit; inside `autocast` the chosen layers run in
-    FP8, their state at `fp8_scaling/<path>/DotGeneral_0`. Layers of
-    `nn.MultiHeadDotProductAttention` are `DenseGeneral` and count. Layers inside
-    `nn.remat`, `nn.jit` and `nn.scan` are converted in place; an `nn.scan` must list
-    `SCAN_AXES` among its `variable_axes`. Layers with a `dot_general` of their own
-    and subclasses of the two are left alone.
+    `nn.Dense`, `nn.DenseGeneral` (of which `nn.MultiHeadDotProductAttention` is made)
+    and `nn.Einsum` run as `Dense`, `DenseGeneral` and `Einsum` of this package. The
+    converted model is used as the original: same parameters, same `init`, and with FP8
+    off the same outputs to the bit. Layers inside `nn.remat`, `nn.jit`, `nn.scan` and
+    `nn.vmap` convert too; a scan must list `SCAN_AXES` among its `variable_axes`.
+    Subclasses of the three and layers with a `dot_general` of their own are left alone.
 
     Args:
         model: A Linen module that is not bound.
@@ -73,9 +72,9 @@ def convert(
         FP8StateError: A layer sits in an `nn.scan` or `nn.vmap` that does not carry the
             FP8 collections.
 
-    >>> x = jax.ShapeDtypeStruct((2, 8), "float32")
+    >>> x = jax.numpy.ones((2, 8))
     >>> model = nn.Sequential([nn.Dense(8), nn.Dense(8), nn.Dense(8)])
-    >>> variables = convert(model, x).init(jax.random.key(0), x=jax.numpy.ones((2, 8)))
+    >>> variables = convert(model, x).init(jax.random.key(0), x)
     >>> sorted(variables["params"]), sorted(variables["fp8_scaling"])
     (['layers_0', 'layers_1', 'layers_2'], ['layers_1'])
     """
@@ -167,34 +166,31 @@ def _intercept(
     kwargs: dict[str, Any],
     context: Any,
 ) -> Any:
-    """Runs a method; a chosen layer sees `dot_general_cls=DotGeneral` meanwhile."""
+    """Runs a method; in the place of a chosen layer, the FP8 layer."""
     layer = context.module
     if not _convertible(layer, context.method_name):
         return next_fun(*args, **kwargs)
     if not plan.wants("/".join(layer.path[depth:])):
         return next_fun(*args, **kwargs)
-    with _dot_general_cls(layer):
-        return next_fun(*args, **kwargs)
+    # The scope as parent: the FP8 layer owns the parameters and the path of this one.
+    fields = _fields(layer) | {"parent": layer.scope, "name": None}
+    return _FP8[type(layer)](**fields)(*args, **kwargs)
 
 
 def _convertible(layer: nn.Module, method: str) -> bool:
     return (
-        type(layer) in _CONVERTIBLE
+        type(layer) in _FP8
         and method == "__call__"
-        and layer.dot_general is None
-        and layer.dot_general_cls is None
+        and getattr(layer, "dot_general", None) is None
+        and getattr(layer, "dot_general_cls", None) is None
     )
 
 
-@contextmanager
-def _dot_general_cls(layer: nn.Module) -> Iterator[None]:
-    # A clone with the field set would meet its own names in the scope; Linen itself
-    # writes to bound modules this way.
-    object.__setattr__(layer, "dot_general_cls", DotGeneral)
-    try:
-        yield
-    finally:
-        object.__setattr__(layer, "dot_general_cls", None)
+def _fields(module: nn.Module) -> dict[str, Any]:
+    """The constructor's arguments."""
+    return {
+        f.name: getattr(module, f.name) for f in dataclasses.fields(module) if f.init
+    }
 
 
 def _find_layers(
@@ -229,3 +225,18 @@ def _init_shapes(
         return model.init(key, *args, method=method, **kwargs)
 
     return jax.eval_shape(init, jax.random.key(0), arrays)
+
+
+def _check_collections(
+    model: nn.Module, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Finds a layer whose state a lifted transform would lose."""
+    try:
+        _init_shapes(model, method, args, kwargs)
+    except flax.errors.ScopeCollectionNotFound as error:
+        raise FP8StateError(
+            f"{error} An `nn.scan` or `nn.vmap` around this layer does not carry the "
+            "FP8 state. Add the collections to its `variable_axes`, as in "
+            '`nn.scan(Block, variable_axes={"params": 0, **fp8.SCAN_AXES}, ...)`; the '
+            "model without FP8 stays as it is"
+        ) from error
