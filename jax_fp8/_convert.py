@@ -18,6 +18,7 @@ import flax.errors
 import flax.linen as nn
 import jax
 
+from ._errors import FP8StateError
 from ._modules import Dense, DenseGeneral, Einsum
 
 M = TypeVar("M", bound=nn.Module)
