@@ -123,26 +123,29 @@ def _gradient(
     return Quantized(*quantized)
 
 
-@torch.library.custom_op("torch_ref::act_cast_transpose", mutates_args=())
+@torch.library.custom_op(
+    "torch_ref::act_cast_transpose",
+    mutates_args=(),
+    schema="(Tensor h, Tensor scale, ScalarType fp8_dtype, str name) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
 def _act_cast_transpose(
-    h: torch.Tensor, scale: torch.Tensor, fp8_dtype: torch.dtype, name: str
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    h: Tensor, scale: Scalar, fp8_dtype: torch.dtype, name: str
+) -> tuple[Tensor, Tensor, Scalar, Scalar, Scalar]:
     if _kernels.is_supported(h):
         return tuple(_kernels.act_cast_transpose(h, scale, fp8_dtype, name))
     return _reference(activation(h.float(), name), scale, fp8_dtype)
 
 
-@torch.library.custom_op("torch_ref::dact_cast_transpose", mutates_args=())
+@torch.library.custom_op(
+    "torch_ref::dact_cast_transpose",
+    mutates_args=(),
+    schema="(Tensor g, Tensor h, Tensor scale, ScalarType fp8_dtype, str name, "
+    "bool sums) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
 def _dact_cast_transpose(
-    g: torch.Tensor,
-    h: torch.Tensor,
-    scale: torch.Tensor,
-    fp8_dtype: torch.dtype,
-    name: str,
-    sums: bool,
-) -> tuple[
-    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
-]:
+    g: Tensor, h: Tensor, scale: Scalar, fp8_dtype: torch.dtype, name: str, sums: bool
+) -> tuple[Tensor, Tensor, Scalar, Scalar, Scalar, Tensor]:
     if _kernels.is_supported(h):
         found, total = _kernels.dact_cast_transpose(
             g, h, scale, fp8_dtype, name, sums=sums
