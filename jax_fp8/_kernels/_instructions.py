@@ -8,7 +8,7 @@ The two agree to the bit but for `sigmoid` (numerics.md, 7).
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ _PTX_FORMAT = {
 Rows = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
 
+@runtime_checkable
 class Instructions(Protocol):
     """What a tile program needs beyond additions and products."""
 
