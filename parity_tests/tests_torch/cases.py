@@ -7,6 +7,7 @@ a checkpointed run equals that of the plain run, bit for bit.
 
 import dataclasses
 import functools
+import io
 from collections.abc import Callable
 
 import pytest
@@ -107,14 +108,20 @@ class Case:
     run: Callable[[Run], None]
     peer: tuple[str, str]
     kinds: tuple[str, ...] = KINDS
+    otherwise: str = ""
 
 
 CASES: list[Case] = []
 
 
-def case(name: str, peer: tuple[str, str] = ("-", "-"), kinds: tuple[str, ...] = KINDS):
+def case(
+    name: str,
+    peer: tuple[str, str] = ("-", "-"),
+    kinds: tuple[str, ...] = KINDS,
+    otherwise: str = "",
+):
     def add(function):
-        CASES.append(Case(name, function, peer, kinds))
+        CASES.append(Case(name, function, peer, kinds, otherwise))
         return function
 
     return add
@@ -408,11 +415,7 @@ def dropped(run):
         run.end_step(x, y)
 
 
-@case(
-    "backward(retain_graph=True), then backward again",
-    ("-", "AttributeError"),
-    kinds=KINDS[1:],
-)
+@case("backward(retain_graph=True), then backward again", ("-", "AttributeError"))
 def retain_graph(run):
     body = two_layers(run)
     for k, gain in enumerate(GAINS):
@@ -425,7 +428,7 @@ def retain_graph(run):
         run.end_step(x, y)
 
 
-@case("torch.autograd.grad", kinds=KINDS[1:])
+@case("torch.autograd.grad", kinds=KINDS[1:], otherwise="torch's own clear error")
 def autograd_grad(run):
     body = two_layers(run)
     for k, gain in enumerate(GAINS):
@@ -504,7 +507,11 @@ def evaluation(run):
         run.end_step(x, y)
 
 
-@case("no input needs a gradient", kinds=KINDS[1:])
+@case(
+    "no input needs a gradient",
+    kinds=KINDS[1:],
+    otherwise="torch gives no gradients, and warns",
+)
 def no_input_grad(run):
     body = two_layers(run)
     for k, gain in enumerate(GAINS):
@@ -623,12 +630,31 @@ def history_1(run):
         run.end_step(x, y)
 
 
-@case("early stop off", kinds=("non-reentrant", "context_fn"))
+@case("early stop off", kinds=KINDS[1:], otherwise="has no early stop")
 def no_early_stop(run):
     body = two_layers(run)
     for k, gain in enumerate(GAINS):
         x = batch(k, gain)
         with fp8(), torch_checkpoint.set_checkpoint_early_stop(False):
             y = run.ck(body, x)
+        y.backward(cotangent(k, gain))
+        run.end_step(x, y)
+
+
+_PICKLE = "a pickle, which its own loader refuses"
+
+
+@case("state_dict saved and loaded (weights_only) in every step", (_PICKLE, _PICKLE))
+def saved_and_loaded(run):
+    body = two_layers(run)
+    for k, gain in enumerate(GAINS):
+        x = batch(k, gain)
+        with fp8():
+            y = run.ck(body, x)
+        for model in run.models if run.kind != "plain" else ():
+            file = io.BytesIO()
+            torch.save(model.state_dict(), file)
+            file.seek(0)
+            model.load_state_dict(torch.load(file, weights_only=True), strict=True)
         y.backward(cotangent(k, gain))
         run.end_step(x, y)
