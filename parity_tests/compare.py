@@ -10,7 +10,12 @@ import numpy as np
 from parity_tests.rounding import ulp
 from parity_tests.scenarios import RECIPES, Scenario
 from parity_tests.sides.base import CodeKey, State, Step, Trajectory
-from parity_tests.tolerances import BEHIND_A_GEMM, ELEMENTWISE, Tolerance
+from parity_tests.tolerances import (
+    BEHIND_A_GEMM,
+    BEHIND_ATTENTION,
+    ELEMENTWISE,
+    Tolerance,
+)
 
 
 @dataclasses.dataclass
@@ -71,6 +76,8 @@ def _results(
         if missing := one.results.keys() ^ other.results.keys():
             found.failures.append(f"step {n}: only one side has {sorted(missing)}")
         for key in one.results.keys() & other.results.keys():
+            if tolerance.bound(key) == math.inf:
+                continue
             error = rel_rms(one.results[key], other.results[key])
             found.rel_rms[key] = max(found.rel_rms.get(key, 0.0), error)
             if not error <= tolerance.bound(key):
@@ -199,8 +206,11 @@ def _allowed(
     if name in ELEMENTWISE:
         allowed = tolerance.elementwise_ulps * float(ulp(value, "fp32"))
     if name in BEHIND_A_GEMM:
-        gemm = tolerance.gemm_ulps * float(ulp(value, scenario.precision))
+        unit = tolerance.gemm_unit or scenario.precision
+        gemm = tolerance.gemm_ulps * float(ulp(value, unit))
         allowed = max(allowed, gemm)
+    if name in BEHIND_ATTENTION:
+        allowed = max(allowed, tolerance.attention * abs(float(value)))
     return allowed
 
 
@@ -221,7 +231,10 @@ def _scale(
     if name in BEHIND_A_GEMM and tolerance.gemm_ulps:
         # One ulp of the amax is at most this share of it, and so of the scale.
         share = {"bf16": 2.0**-7, "fp16": 2.0**-10, "fp32": 2.0**-23}
-        allowed = max(allowed, tolerance.gemm_ulps * other * share[scenario.precision])
+        unit = tolerance.gemm_unit or scenario.precision
+        allowed = max(allowed, tolerance.gemm_ulps * other * share[unit])
+    if name in BEHIND_ATTENTION:
+        allowed = max(allowed, tolerance.attention * other)
     what = f"step {n}: {name}.scale {one:.9g} and {other:.9g}"
     inside = abs(one - other) <= allowed
     (found.notes if inside else found.failures).append(what)

@@ -37,7 +37,8 @@ def source(scenario: Scenario) -> str:
 def step_inputs(scenario: Scenario) -> list[StepInputs]:
     """Parameters, inputs and cotangents of every step of `scenario`."""
     name = source(scenario)
-    steps = _recorded(name) if name else _seeded(scenario)
+    seeded = _layer if scenario.program == "transformer_layer" else _seeded
+    steps = _recorded(name) if name else seeded(scenario)
     rounded = functools.partial(round_to, precision=scenario.precision)
     return [
         StepInputs(
@@ -94,3 +95,42 @@ def _seeded(scenario: Scenario) -> list[StepInputs]:
             )
         )
     return steps
+
+
+def heads(hidden: int) -> int:
+    """Attention heads of a hidden size: 12 of the 126M model's 768."""
+    return max(hidden // 64, 4)
+
+
+def _layer(scenario: Scenario) -> list[StepInputs]:
+    """Parameters by the names of transformer_engine's `TransformerLayer`."""
+    tokens, hidden, ffn = scenario.sizes or (32, 64, 256)
+    rng = np.random.default_rng(21)
+    shapes: dict[str, tuple[int, ...]] = {}
+    qkv, proj = "self_attention.layernorm_qkv.", "self_attention.proj."
+    for part in ("query", "key", "value"):
+        shapes |= {
+            f"{qkv}{part}_weight": (hidden, hidden),
+            f"{qkv}{part}_bias": (hidden,),
+        }
+    shapes |= {f"{proj}weight": (hidden, hidden), f"{proj}bias": (hidden,)}
+    shapes |= {
+        "layernorm_mlp.fc1_weight": (ffn, hidden), "layernorm_mlp.fc1_bias": (ffn,),
+        "layernorm_mlp.fc2_weight": (hidden, ffn), "layernorm_mlp.fc2_bias": (hidden,),
+    }  # fmt: skip
+    params = {k: 0.05 * rng.standard_normal(shape) for k, shape in shapes.items()}
+    for norm in (qkv, "layernorm_mlp."):
+        params[f"{norm}layer_norm_weight"] = 1 + 0.1 * rng.standard_normal(hidden)
+        params[f"{norm}layer_norm_bias"] = 0.1 * rng.standard_normal(hidden)
+    steps = []
+    for gain in _GAINS[:3]:
+        x, g = gain * rng.standard_normal((2, 1, tokens, hidden))
+        grown = {
+            k: v * (1 + gain if k.endswith("_weight") else 1) for k, v in params.items()
+        }
+        steps.append(StepInputs(grown, x, g))
+    return [
+        StepInputs({k: round_to(v, "bf16") for k, v in s.params.items()},
+                   round_to(s.x, "bf16"), round_to(s.g, "bf16"))
+        for s in steps
+    ]  # fmt: skip

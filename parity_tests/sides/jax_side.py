@@ -24,6 +24,7 @@ from parity_tests.sides.base import (
     events,
 )
 from parity_tests.sides.jax_fused import FusedRun
+from parity_tests.sides.jax_layer import LayerRun
 from parity_tests.sides.jax_model import DTYPES, TwoLayer, codes_of, jit, to_numpy
 from parity_tests.sides.reference_side import gather
 
@@ -62,13 +63,17 @@ class JaxSide:
     def run(self, scenario: Scenario, inputs: list[StepInputs]) -> Trajectory:
         """Runs every step with the prescribed parameters."""
         with jax.default_device(jax.devices(self.device)[0]):
-            if scenario.program.startswith("layernorm"):
-                recipe = recipe_of(scenario, self.device)
-                run: Any = FusedRun(scenario, recipe, inputs[0])
-            else:
-                run = Run(scenario, self._of(scenario, inputs[0]), inputs[0])
+            run = self._start(scenario, inputs[0])
             steps = [run.step(numbers) for numbers in inputs]
         return Trajectory(self.name, self.device, steps)
+
+    def _start(self, scenario: Scenario, inputs: StepInputs) -> Any:
+        match scenario.program:
+            case "layernorm_linear" | "layernorm_mlp":
+                return FusedRun(scenario, recipe_of(scenario, self.device), inputs)
+            case "transformer_layer":
+                return LayerRun(scenario, recipe_of(scenario, self.device), inputs)
+        return Run(scenario, self._of(scenario, inputs), inputs)
 
     def _of(self, scenario: Scenario, inputs: StepInputs) -> Programs:
         recipe = recipe_of(scenario, self.device)
