@@ -21,6 +21,8 @@ import jax_fp8 as fp8
 from .plan import LayerSize, Size
 
 BF16 = jnp.bfloat16
+# Flax carries scales and histories as gradients.
+FLAX_STATE = "_overwrite_with_gradient"
 POLICIES = {
     "none": None,
     "full": jax.checkpoint_policies.nothing_saveable,
@@ -32,11 +34,27 @@ POLICIES = {
 
 @dataclasses.dataclass
 class Program:
-    """A step and its arguments, `step(*args)`; `saved` counts kept bytes, lazily."""
+    """A step and its arguments, `step(*args)`.
+
+    Attributes:
+        step: Jitted.
+        args: Arguments of the first step.
+        following: `(args, result)` to the arguments of the next step, where FP8 state
+            moves.
+        saved: Counts the bytes that are kept for the backward.
+    """
 
     step: Callable[..., Any]
     args: tuple[Any, ...]
+    following: Callable[[Any, Any], Any] = lambda args, _: args
     saved: Callable[[], int] | None = None
+
+    def warm(self, step: Callable[..., Any], steps: int = 3) -> tuple[Any, ...]:
+        """Arguments after some steps: scales have moved, codes use their range."""
+        args = self.args
+        for _ in range(steps):
+            args = self.following(args, step(*args))
+        return args
 
 
 class DenseMlp(nn.Module):
@@ -48,6 +66,7 @@ class DenseMlp(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
+        """Returns `[tokens, hidden]`."""
         block = _DenseBlock
         if self.policy is not None:
             block = nn.remat(block, policy=self.policy)
@@ -80,6 +99,7 @@ class FusedMlp(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
+        """Returns `[tokens, hidden]`."""
         block = fp8.LayerNormMLP
         if self.policy is not None:
             block = fp8.remat(block, policy=self.policy)
@@ -149,7 +169,9 @@ def six_gemms(size: Size) -> Program:
         (k, m, f, e4, e5, split),
     ]
     keys = iter(jax.random.split(jax.random.key(0), 2 * len(cases)))
-    draw = lambda shape, dtype: (30 * jax.random.normal(next(keys), shape)).astype(dtype)
+    draw = lambda shape, dtype: (30 * jax.random.normal(next(keys), shape)).astype(
+        dtype
+    )
     pairs = [(draw((r, c), a), draw((n, c), b)) for r, c, n, a, b, _ in cases]
 
     def step(pairs: Any, scale: jax.Array) -> Any:
@@ -192,7 +214,12 @@ def _program(
         vjp = lambda v, x: jax.vjp(lambda v, x: apply(v, x)[0], v, x)[1]
         return kept_bytes(vjp, variables, x)
 
-    return Program(jax.jit(step), (variables, x, g), saved)
+    def following(args: Any, result: Any) -> Any:
+        state = result[1][0].get(FLAX_STATE)
+        moved = {} if state is None else {FLAX_STATE: state}
+        return ({**args[0], **moved}, *args[1:])
+
+    return Program(jax.jit(step), (variables, x, g), following, saved)
 
 
 def _fp8_program(
@@ -226,7 +253,10 @@ def _fp8_program(
         vjp = lambda v, x: jax.vjp(lambda v, x: run(v, x)[0], v, x)[1]
         return kept_bytes(vjp, variables, x)
 
-    return Program(jax.jit(step), (variables, x, g), saved)
+    def following(args: Any, result: Any) -> Any:
+        return ({**args[0], "fp8_scaling": result[-1]}, *args[1:])
+
+    return Program(jax.jit(step), (variables, x, g), following, saved)
 
 
 def kept_bytes(vjp: Callable[..., Any], *args: Any) -> int:

@@ -42,9 +42,10 @@ class Side:
     def __init__(self, result: Result, options: argparse.Namespace) -> None:
         self.result, self.out = result, options.out
         self.cpu, self.quick = options.device == "cpu", options.quick
-        self.effort = Effort(1, 0.0) if self.cpu else Effort()
+        self.effort = Effort.tiny() if self.cpu else Effort()
 
     def run(self, only: list[str]) -> None:
+        """Measures the programs named in `only`."""
         small = 1 if self.quick else None
         todo: dict[str, Callable[[], None]] = {
             "kernels": self.kernels,
@@ -62,6 +63,7 @@ class Side:
                 self.result.save(self.out)
 
     def sizes(self, program: str, sizes: Any) -> None:
+        """Measures every peer at each size."""
         for size in sizes:
             self.measure(program, size, list(self.cases(program, size)))
             self.result.save(self.out)
@@ -106,10 +108,10 @@ class Side:
                 compiled = built.step.lower(*built.args).compile()
                 memory = compiled.memory_analysis()
                 point.temp_bytes = memory and memory.temp_size_in_bytes
-                point.saved_bytes = built.saved() if built.saved else None
+                point.saved_bytes = built.saved and built.saved()
                 if peer == "jax_fp8" and not self.cpu:
                     point.note = _fp8_calls(compiled)
-                steps[index] = functools.partial(compiled, *built.args)
+                steps[index] = functools.partial(compiled, *built.warm(compiled))
             except Exception as error:
                 point.note = f"{type(error).__name__}: {error}"[:200]
             self.result.points.append(point)
@@ -132,7 +134,7 @@ class Side:
             }
 
     def kernels(self) -> None:
-        """Cast, amax and transpose of a square tensor, against a copy of as many bytes."""
+        """Cast, amax and transpose of a square tensor, against a copy of it."""
         from jax_fp8._kernels.cast_transpose import cast_transpose, reference
 
         side = 64 if self.cpu else 8192

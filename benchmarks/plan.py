@@ -24,6 +24,7 @@ class Size:
 
     @property
     def flops(self) -> int:
+        """Of the GEMMs of a step."""
         return 12 * self.tokens * self.hidden * self.ffn * self.blocks
 
     @property
@@ -51,6 +52,7 @@ class LayerSize:
 
     @property
     def flops(self) -> int:
+        """Of the GEMMs of a step, attention's included."""
         tokens = self.batch * self.seq
         dense = 4 * self.hidden**2 + 2 * self.hidden * self.ffn
         return 6 * tokens * dense + 12 * tokens * self.seq * self.hidden
@@ -117,10 +119,12 @@ class Result:
     checks: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def save(self, path: pathlib.Path) -> None:
+        """Writes JSON."""
         path.write_text(json.dumps(dataclasses.asdict(self), indent=1))
 
     @classmethod
     def load(cls, path: pathlib.Path) -> Result:
+        """Reads what `save` wrote."""
         raw = json.loads(path.read_text())
         raw["points"] = [Measured(**point) for point in raw["points"]]
         return cls(**raw)

@@ -11,10 +11,23 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Effort:
-    """How long to measure: rounds, and seconds of one program in a round."""
+    """How long to measure.
 
-    rounds: int = 9
-    seconds: float = 0.05
+    Attributes:
+        rounds: How many turns every program takes.
+        seconds: Length of one turn.
+        rest: Pause before a turn. FP8 GEMMs reach the card's power limit within some
+            ten milliseconds, and its clock then falls for whoever runs next.
+    """
+
+    rounds: int = 15
+    seconds: float = 0.03
+    rest: float = 0.03
+
+    @classmethod
+    def tiny(cls) -> Effort:
+        """For a CPU, where only the way is tested."""
+        return cls(1, 0.0, 0.0)
 
 
 def medians(
@@ -35,6 +48,7 @@ def medians(
     times: dict[Any, list[float]] = {name: [] for name in programs}
     for _ in range(effort.rounds):
         for name, run in programs.items():
+            time.sleep(effort.rest)
             start = time.perf_counter()
             for _ in range(calls[name]):
                 out = run()

@@ -19,6 +19,7 @@ from ._gemm import (
     INPUT_NAME,
     Amaxes,
     Gemm,
+    KernelCodes,
     Operand,
     Scales,
     dgrad,
@@ -37,7 +38,7 @@ def fp8_dot(
     x: AnyFloat,
     kernel: AnyFloat,
     bias: AnyFloat | None,
-    kernel_codes: Codes | None,
+    kernel_codes: KernelCodes | None,
     scales: Scales,
     tap: Tap,
 ) -> tuple[AnyFloat, Tap, Amaxes]:
@@ -66,7 +67,7 @@ def _forward(
     x: AnyFloat,
     kernel: AnyFloat,
     bias: AnyFloat | None,
-    kernel_codes: Codes | None,
+    kernel_codes: KernelCodes | None,
     scales: Scales,
     tap: Tap,
 ) -> tuple[tuple[AnyFloat, Tap, Amaxes], tuple[Operand, Operand]]:

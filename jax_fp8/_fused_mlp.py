@@ -26,6 +26,7 @@ from ._gemm import (
     INPUT_NAME,
     Amaxes,
     Gemm,
+    KernelCodes,
     Operand,
     Scales,
     dgrad,
@@ -60,7 +61,7 @@ class Layer(NamedTuple):
 
     kernel: AnyFloat
     bias: AnyFloat | None
-    kernel_codes: Codes | None
+    kernel_codes: KernelCodes | None
     scales: Scales
     tap: Tap
 

@@ -72,6 +72,13 @@ class Gemm:
     recording: bool = False
 
 
+class KernelCodes(NamedTuple):
+    """Codes `[*b, *k, *n]` of a kernel, and `[*b, *n, *k]` where they exist too."""
+
+    codes: Codes
+    codes_t: Codes | None = None
+
+
 class Scales(NamedTuple):
     """Quantisation scales of a layer, float32 `()` each."""
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from ._gemm import KERNEL_NAME, Gemm, Operand
+from ._gemm import KERNEL_NAME, Gemm, KernelCodes, Operand
 from ._kernels import cast_transpose
 from ._quantize import E4M3, amax, codes, quantize
 from ._typing import AnyFloat, Codes, DType, Scalar
@@ -50,14 +50,17 @@ def quantize_operand(
 
 
 def kernel_operand(
-    kernel: AnyFloat, kernel_codes: Codes | None, scale: Scalar, spec: Gemm
+    kernel: AnyFloat, kernel_codes: KernelCodes | None, scale: Scalar, spec: Gemm
 ) -> tuple[Operand, Scalar]:
     """The kernel `[*b,*k,*n]` as an operand, from its codes where they exist."""
     n_axes = kernel.ndim - spec.batch - spec.contract
     zero = jnp.zeros((), jnp.float32)
     if kernel_codes is None:
         return quantize_operand(kernel, scale, E4M3, n_axes, spec, KERNEL_NAME)
-    return from_layout(kernel_codes, scale, E4M3, n_axes, spec), zero
+    q, q_t = kernel_codes
+    if q_t is None:
+        return from_layout(q, scale, E4M3, n_axes, spec), zero
+    return Operand(q, q_t, scale, E4M3), zero
 
 
 def from_layout(

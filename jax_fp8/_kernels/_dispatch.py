@@ -125,11 +125,13 @@ def _axes(job: Job, arg_infos: Any) -> tuple[Any, Any]:
 
 def _shardings(
     job: Job, mesh: Any, rows: Any, cols: Any
-) -> tuple[list[NamedSharding], dict[str, NamedSharding]]:
+) -> tuple[tuple[NamedSharding, ...], dict[str, NamedSharding]]:
     on = lambda *spec: NamedSharding(mesh, PartitionSpec(*spec))
     operands = [on(rows, cols) for _ in job.in_planes]
     operands += [on(rows)] * job.row_vectors + [on(cols)] * job.col_vectors + [on()]
-    return operands, _by_name(job, on(rows, cols), on(), on(cols, rows), on(cols))
+    return tuple(operands), _by_name(
+        job, on(rows, cols), on(), on(cols, rows), on(cols)
+    )
 
 
 def _by_name(

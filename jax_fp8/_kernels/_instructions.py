@@ -57,8 +57,8 @@ class _Portable:
     def scaled(self, v: jax.Array, scale: jax.Array) -> jax.Array:
         # XLA reads subnormals as 0 on the CPU: there, mantissa * (scale * 2**-149).
         bits = lax.bitcast_convert_type(v, jnp.int32)
-        mantissa = bits & 0x007FFFFF
-        signed = jnp.where(bits < 0, -mantissa, mantissa).astype(jnp.float32)
+        mantissa = (bits & 0x007FFFFF).astype(jnp.float32)
+        signed = jnp.where(bits < 0, -mantissa, mantissa)  # in float32, for -0.0
         # Subtracted from the exponent: as a factor, 2**-149 would itself be read as 0.
         small = lax.bitcast_convert_type(scale, jnp.int32) - (149 << 23)
         small = lax.bitcast_convert_type(jnp.maximum(small, 0), jnp.float32)

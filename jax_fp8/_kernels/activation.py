@@ -23,8 +23,8 @@ from ._tiles import Job, Quantized, Tile
 
 Activation = Literal["gelu", "relu", "swiglu"]
 ACT_TILE = Tile(64, 128, 4)
-DACT_TILE = Tile(64, 128, 4)
-GATED_DACT_TILE = Tile(64, 64, 4)
+DACT_TILE = Tile(32, 128, 4)
+GATED_DACT_TILE = Tile(32, 128, 4)
 
 # gelu(x) = x * sigmoid(x * (_GELU_1 + _GELU_3 * x**2)), the tanh form
 _GELU_1 = 1.5957691216057308

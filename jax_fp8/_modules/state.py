@@ -4,7 +4,8 @@ A module at path `P` owns::
 
     fp8_scaling[P]   = {"input", "kernel", "output_grad": ScalingState, "tap": f32[2]}
     fp8_recompute[P] = {"input_scale", "kernel_scale": f32 ()}
-    fp8_kernels[P]   = {"codes": uint8, "scale", "amax": f32 (), "dtype": [0]}
+    fp8_kernels[P]   = {"codes": uint8, "scale", "amax": f32 (), "dtype": [0]},
+                       and "codes_t", transposed, where the kernel has two axes
 
 The first exists from `init` on, always with the same tree and shapes. The second is a
 ticket: written in a recompute region where FP8 is on, read in the recompute phase. The
@@ -30,11 +31,11 @@ from jax_fp8._context import (
 from jax_fp8._dot import fp8_dot
 from jax_fp8._errors import FP8StateError, RecomputeMismatchError
 from jax_fp8._fused_mlp import Layer
-from jax_fp8._gemm import Amaxes, Gemm, Scales
+from jax_fp8._gemm import Amaxes, Gemm, KernelCodes, Scales
 from jax_fp8._quantize import E4M3, E5M2
 from jax_fp8._recipe import Format
 from jax_fp8._scaling import ScalingState, init_scaling, observe
-from jax_fp8._typing import AnyFloat, Array, Codes, DType, Scalar
+from jax_fp8._typing import AnyFloat, Array, DType, Scalar
 
 SCALING = "fp8_scaling"
 RECOMPUTE = "fp8_recompute"
@@ -138,7 +139,8 @@ def begin_use(
     if kernel_codes is None:
         kernel_scale = states["kernel"].scale
     elif kernel_axes is not None:
-        kernel_codes = lax.transpose(kernel_codes, kernel_axes)
+        q = lax.transpose(kernel_codes.codes, kernel_axes)
+        kernel_codes = KernelCodes(q)
     input_scale, kernel_scale = _ticket(module, states["input"].scale, kernel_scale)
 
     if not module.is_initializing():  # `init` would return the captured tensors
@@ -245,7 +247,7 @@ def _ticket(
 
 def _quantized_kernel(
     module: nn.Module, kernel: AnyFloat
-) -> tuple[Codes | None, Scalar | None, Scalar | None]:
+) -> tuple[KernelCodes | None, Scalar | None, Scalar | None]:
     if not module.has_variable(KERNELS, "codes"):
         return None, None, None
     stored = module.get_variable(KERNELS, "dtype").dtype
@@ -257,7 +259,10 @@ def _quantized_kernel(
         )
     names = ("codes", "scale", "amax")
     codes, scale, amax = (module.get_variable(KERNELS, name) for name in names)
-    return codes, scale, amax
+    codes_t = None
+    if module.has_variable(KERNELS, "codes_t"):
+        codes_t = module.get_variable(KERNELS, "codes_t")
+    return KernelCodes(codes, codes_t), scale, amax
 
 
 def _align(

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax.core import meta
 
+from jax_fp8._kernels import cast_transpose
 from jax_fp8._modules.state import KERNELS, SCALING
 from jax_fp8._modules.tree import Layer, layers
 from jax_fp8._quantize import E4M3, amax, codes, quantize
@@ -66,10 +67,17 @@ def find_kernel(params: Any, path: Path) -> jax.Array | None:
 
 def _quantized(kernel: jax.Array, layer: Layer) -> dict[str, jax.Array]:
     def one(kernel: jax.Array, scale: jax.Array) -> dict[str, jax.Array]:
+        if kernel.ndim == 2:
+            q = cast_transpose(kernel, scale, E4M3)
+            made = {"codes": q.codes, "codes_t": q.codes_t, "amax": q.amax}
+        else:
+            made = {
+                "codes": codes(quantize(kernel, scale, E4M3)),
+                "amax": amax(kernel),
+            }
         return {
-            "codes": codes(quantize(kernel, scale, E4M3)),
+            **made,
             "scale": scale,
-            "amax": amax(kernel),
             # Modules check it: codes of another dtype would be other codes.
             "dtype": jnp.zeros((0,), kernel.dtype),
         }

@@ -1,0 +1,1 @@
+"""The fused kernels against their references, and what they are used in."""

@@ -1,0 +1,32 @@
+"""The benchmark's CPU mode runs, and its report says what was measured."""
+
+import json
+
+from benchmarks import report
+from benchmarks.__main__ import main
+from benchmarks.plan import MLP, Measured, Result
+
+
+def test_cpu_mode(tmp_path, monkeypatch, capsys):
+    arguments = ["--device", "cpu", "--quick", "--only", "mlp"]
+    monkeypatch.setattr("sys.argv", ["benchmarks", *arguments, "--out", str(tmp_path)])
+    assert main() == 0
+    found = json.loads((tmp_path / "bench_report.json").read_text())
+    peers = {point["peer"] for point in found["points"]}
+    assert {"jax bf16", "flax fp8_ops", "jax_fp8", "torch bf16", "torch_ref"} <= peers
+    assert all(p["median_us"] > 0 for p in found["points"]), found["points"]
+    assert "jax_fp8" in capsys.readouterr().out
+
+
+def test_ratios_of_the_report():
+    size = MLP[1]
+    point = lambda peer, us: Measured(
+        "jax", "mlp", size.name, peer, "none", median_us=us, flops=size.flops
+    )
+    result = Result("jax", "card", {}, [point("jax bf16", 10.0), point("ours", 5.0)])
+    result.floors[size.name] = {"gemms_us": 4.0, "bytes_us": 0.5}
+    ours = report.as_dict([result], "command")["points"][1]
+    assert ours["over_bf16"] == 2.0
+    assert ours["of_gemm_floor"] == 0.8
+    assert ours["of_roofline"] == 0.9
+    assert size.moved_bytes == 2_147_483_648

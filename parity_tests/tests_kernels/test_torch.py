@@ -1,0 +1,178 @@
+"""torch_ref's kernels, what they are used in, and steps without synchronisation."""
+
+import contextlib
+
+import numpy as np
+import pytest
+import torch
+
+import torch_ref as te
+from parity_tests.tests_kernels.helpers import (
+    FORMATS,
+    assert_close_amax,
+    assert_close_codes,
+    different,
+)
+from parity_tests.tests_kernels.test_cast_transpose import recorded
+from torch_ref import _quantize
+from torch_ref._modules import mlp
+from torch_ref._modules.functional import activation, activation_backward
+
+ACTIVATIONS = ("gelu", "relu", "swiglu")
+TORCH = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+bits = lambda q: q.view(torch.uint8).cpu().numpy()
+
+
+@pytest.mark.gpu
+@pytest.mark.bitwise
+@pytest.mark.parametrize(("fmt", "scale", "expected", "amax"), recorded())
+def test_every_bf16_value_has_the_recorded_code(fmt, scale, expected, amax):
+    from torch_ref import _kernels
+
+    assert fmt in FORMATS
+    x = torch.arange(65536, dtype=torch.int32).to(torch.uint16)
+    x = x.view(torch.bfloat16).reshape(256, 256).cuda()
+    value = 2.0**-10 if scale == "0.000976562" else float(scale)
+    s = torch.tensor(value, dtype=torch.float32, device="cuda")
+    q = _kernels.cast_transpose(x, s, TORCH[fmt])
+    assert different(bits(q.q).reshape(-1), expected.astype(np.uint8), fmt) == 0
+    np.testing.assert_array_equal(bits(q.q_t), bits(q.q).T)
+    assert float(q.amax) == np.max(amax)
+    assert torch.equal(q.scale_inv, 1 / s)
+    assert torch.equal(q.scale, s)
+
+
+@pytest.mark.gpu
+@pytest.mark.bitwise
+@pytest.mark.parametrize("shape", [(16, 1), (16, 50), (80, 176), (4096, 1000)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_masked_tiles(shape, dtype):
+    from torch_ref import _kernels
+
+    x = torch.randn(shape, device="cuda", dtype=dtype)
+    s = torch.tensor(61.3, device="cuda")
+    q = _kernels.cast_transpose(x, s, torch.float8_e4m3fn)
+    expected = _quantize.cast_transpose(x, s, torch.float8_e4m3fn)
+    for found, wanted in zip((q.q, q.q_t), expected[:2], strict=True):
+        np.testing.assert_array_equal(bits(found), bits(wanted))
+    assert torch.equal(q.amax, expected[2])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activation_and_gradient(name):
+    from torch_ref import _kernels
+
+    torch.manual_seed(0)
+    gated = name == "swiglu"
+    h = torch.randn(256, 512 if gated else 256, device="cuda").bfloat16()
+    g = torch.randn(256, 256, device="cuda").bfloat16()
+    s = torch.tensor(90.0, device="cuda")
+    a = activation(h.float(), name)
+    q = _kernels.act_cast_transpose(h, s, torch.float8_e4m3fn, name)
+    assert_close_codes(bits(q.q), bits(_quantize.quantize(a, s, torch.float8_e4m3fn)))
+    assert_close_amax(float(q.amax), float(a.abs().max()))
+    np.testing.assert_array_equal(bits(q.q_t), bits(q.q).T)
+    dh = activation_backward(g.float(), h.float(), name)
+    if gated:
+        dh = dh.bfloat16().float()
+    q, sums = _kernels.dact_cast_transpose(g, h, s, TORCH["e5m2"], name, sums=True)
+    assert_close_codes(bits(q.q), bits(_quantize.quantize(dh, s, TORCH["e5m2"])))
+    assert_close_amax(float(q.amax), float(dh.abs().max()))
+    np.testing.assert_array_equal(bits(q.q_t), bits(q.q).T)
+    torch.testing.assert_close(sums, dh.sum(0), rtol=1e-4, atol=1e-4)
+
+
+def train(name, norm, checkpointed, steps=3):
+    torch.manual_seed(0)
+    model = te.LayerNormMLP(
+        64, 128, activation=name, normalization=norm, params_dtype=torch.bfloat16
+    )
+    out = []
+    for _ in range(steps):
+        x = torch.randn(32, 64).bfloat16().requires_grad_()
+        with te.autocast(recipe=te.DelayedScaling(amax_history_len=4)):
+            if checkpointed is None:
+                y = model(x)
+            else:
+                y = te.checkpoint(model, x, use_reentrant=checkpointed)
+        (y.float() ** 2).sum().backward()
+        out += [y.detach(), x.grad, *(p.grad.clone() for p in model.parameters())]
+        model.zero_grad()
+    return out + [b.clone() for b in model.buffers()], model
+
+
+@pytest.mark.bitwise
+@pytest.mark.parametrize("checkpointed", [None, True, False])
+@pytest.mark.parametrize("norm", ["LayerNorm", None])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_fused_and_composed_have_the_same_bits(name, norm, checkpointed, monkeypatch):
+    composed, _ = train(name, norm, None)
+    monkeypatch.setattr(mlp, "can_fuse", lambda *_: True)
+    fused, model = train(name, norm, checkpointed)
+    assert all(torch.equal(a, b) for a, b in zip(fused, composed, strict=True))
+    for layer in ("fc1", "fc2"):
+        for role in ("input", "weight", "output_grad"):
+            assert getattr(model, f"{layer}_{role}_scale") != 1.0
+
+
+def step_of(model, x, g, recipe):
+    def step():
+        x.grad = None
+        model.zero_grad(set_to_none=True)
+        with te.autocast(recipe=recipe):
+            y = model(x)
+        y.backward(g)
+        return y
+
+    return step
+
+
+def on_card():
+    torch.manual_seed(0)
+    model = te.LayerNormMLP(512, 1024, params_dtype=torch.bfloat16, device="cuda")
+    x = torch.randn(512, 512, device="cuda").bfloat16().requires_grad_()
+    g = torch.randn(512, 512, device="cuda").bfloat16()
+    return model, step_of(model, x, g, te.DelayedScaling(amax_history_len=4))
+
+
+@contextlib.contextmanager
+def no_synchronisation():
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_a_step_does_not_wait_for_the_card():
+    _, step = on_card()
+    step()
+    with no_synchronisation():
+        step()
+
+
+@pytest.mark.gpu
+@pytest.mark.bitwise
+def test_a_cuda_graph_of_a_step_equals_the_step():
+    plain_model, plain = on_card()
+    model, step = on_card()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for _ in range(3):
+        plain()
+    for _ in range(4):
+        expected = plain()
+        graph.replay()
+    assert torch.equal(captured, expected)
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffer, dict(plain_model.named_buffers())[name]), name
+    assert model.fc1_input_scale != 1.0
