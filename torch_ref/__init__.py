@@ -48,6 +48,9 @@ from ._interop import to_te_torch as to_te_torch
 from ._interop import from_jax_fp8 as from_jax_fp8
 from ._interop import to_jax_fp8 as to_jax_fp8
 from ._convert import convert as convert
+from ._diagnostics import scaling_report as scaling_report
+from ._diagnostics import capture_operands as capture_operands
+from ._diagnostics import assert_fp8_used as assert_fp8_used
 from ._te_names import fp8_autocast as fp8_autocast
 from ._te_names import fp8_model_init as fp8_model_init
 from ._te_names import quantized_model_init as quantized_model_init

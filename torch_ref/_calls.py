@@ -89,6 +89,8 @@ class Call:
         else:
             input_scale = self._live("input").scale
             kept = self._live_weight(weight, first_microbatch)
+            self._capture("input", x, cast)
+            self._capture("weight", weight, quantize_2d)
         q_x = cast(x, input_scale, fp8_dtype)
         if isinstance(kept, Quantized):
             q_w = kept
@@ -123,6 +125,7 @@ class Call:
         else:
             q_g = cast(grad, self._live("output_grad").scale, fp8_dtype)
             self._observe_grad(q_g)
+            self._capture("output_grad", grad, cast)
         for run, entry in zip(self._writers, self._written, strict=True):
             if run.is_open:
                 entry.grad_scales.append(q_g.scale)
@@ -147,6 +150,12 @@ class Call:
             self._observe("weight", q_w)
             cache[name] = q_w
         return cache[name]
+
+    def _capture(self, role: str, tensor: Tensor, cast: Cast) -> None:
+        """Hands the tensor to `capture_operands`; a fused cast has other operands."""
+        module = self._module()
+        if module is not None and module.capture is not None and cast is quantize_2d:
+            module.capture(self._prefix + role, tensor)
 
     def _observe(self, role: str, quantized: Quantized) -> None:
         if self._frame is not None:

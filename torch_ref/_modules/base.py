@@ -8,6 +8,7 @@ gradient. They are plain float32 buffers named `<prefix><role>_scale` and
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -48,6 +49,7 @@ class Fp8Module(nn.Module):
         self.weight_cache: dict[str, Quantized] = {}
         self.reduction_agreed: object = None
         self.gradient_hold: HeldGradients | None = None
+        self.capture: Callable[[str, Tensor], None] | None = None
         for role in self._roles():
             state = init_scaling(amax_history_len, device)
             self.register_buffer(f"{role}_scale", state.scale)
@@ -133,6 +135,7 @@ class Fp8Module(nn.Module):
             "weight_cache": {},
             "reduction_agreed": None,
             "gradient_hold": None,
+            "capture": None,
         }
 
     def _load_from_state_dict(
