@@ -6,22 +6,22 @@ Table of contents, in reading order. A file imports only from files above it.
 # ruff: noqa: I001  (reading order, not the alphabet)
 
 # The recipe, and what is wrong when something is.
-from ._recipe import DelayedScaling, Format
+from ._recipe import Format, DelayedScaling
 from ._errors import FP8StateError, RecomputeMismatchError
 
 # The law: scaling state, cast.
 from ._scaling import ScalingState, init_scaling, observe, update
-from ._quantize import amax, codes, dequantize, quantize
+from ._quantize import amax, quantize, dequantize, codes
 
 # Where FP8 is on; regions.
 from ._context import (
     autocast,
-    in_fp8_activation_recompute_phase,
+    is_fp8_enabled,
     in_recompute_region,
     is_fp8_activation_recompute_enabled,
-    is_fp8_enabled,
-    recompute_phase,
+    in_fp8_activation_recompute_phase,
     recompute_region,
+    recompute_phase,
 )
 
 # Modules, and the collections that hold their state.
@@ -30,8 +30,8 @@ from ._modules import (
     SCAN_AXES,
     Dense,
     DenseGeneral,
-    DotGeneral,
     Einsum,
+    DotGeneral,
     LayerNormDense,
     LayerNormMLP,
     TransformerLayer,
@@ -39,28 +39,28 @@ from ._modules import (
 )
 
 # Recomputation.
-from ._regions import Ticket, region_backward, region_forward, remat
+from ._regions import remat, Ticket, region_forward, region_backward
 from . import _policies as checkpoint_policies
 
 # Training.
 from ._training import (
+    value_and_grad,
+    update_scaling,
+    skip_update,
+    quantize_kernels,
     TrainState,
     load_scaling,
-    quantize_kernels,
-    skip_update,
-    update_scaling,
-    value_and_grad,
 )
 
 # Other libraries' states.
 from ._interop import (
     from_flax_fp8_ops,
-    from_te_jax,
-    from_te_torch,
-    from_torch_ref,
     to_flax_fp8_ops,
+    from_te_jax,
     to_te_jax,
+    from_te_torch,
     to_te_torch,
+    from_torch_ref,
     to_torch_ref,
 )
 
@@ -68,7 +68,7 @@ from ._interop import (
 from ._convert import convert
 
 # Is FP8 really used, do the scales fit.
-from ._diagnostics import ScalingReport, assert_fp8_used, scaling_report
+from ._diagnostics import ScalingReport, scaling_report, assert_fp8_used
 
 __all__ = [
     "COLLECTIONS",
