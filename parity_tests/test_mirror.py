@@ -1,4 +1,4 @@
-"""The two packages stay mirrors of each other, but for reasons that are written down."""
+"""The two packages stay mirrors of each other, but for written reasons."""
 
 import pytest
 

@@ -2,6 +2,7 @@
 
 import re
 
+import jax
 import numpy as np
 import pytest
 import torch
@@ -17,7 +18,9 @@ QUICK_STARTS = {
 
 def run(block):
     namespace = {"__name__": "readme"}
-    exec(compile(block, "README.md", "exec"), namespace)
+    # As a reader runs it, without the strictness of the tests.
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        exec(compile(block, "README.md", "exec"), namespace)
     return namespace
 
 
