@@ -170,9 +170,9 @@ def capture_operands(model: nn.Module) -> Iterator[Operands]:
     >>> import torch, torch_ref as te
     >>> layer = te.Linear(2, 2)
     >>> with te.capture_operands(layer) as operands, te.autocast():
-    ...     y = layer(torch.full((1, 2), 1e3))
-    >>> te.scaling_report(layer, operands=operands).tensors[0].saturated
-    1.0
+    ...     y = layer(torch.tensor([[1e3, 1e-9]]))
+    >>> te.scaling_report(layer, operands=operands).tensors[0].underflowed
+    0.5
     """
     fp8_modules(model)
     operands: Operands = {}
