@@ -61,10 +61,13 @@ def observe(state: ScalingState, amax: Scalar) -> ScalingState:
     """
     history = state.amax_history
     slot = float_from_bits(jnp.maximum(float_bits(history[0]), float_bits(amax)))
-    return ScalingState(state.scale, history.at[0].set(slot))
+    history = jnp.concatenate([slot[None], history[1:]])
+    return ScalingState(state.scale, history)
 
 
-def update(state: ScalingState, recipe: DelayedScaling, fp8_max: float) -> ScalingState:
+def update(
+    state: ScalingState, recipe: DelayedScaling, fp8_max: float | Scalar
+) -> ScalingState:
     """Ends a step: the history becomes the scale of the next step.
 
     With the recipe's margin and algorithms::
@@ -96,8 +99,9 @@ amax_history=Array([0., 0., 0., 2.], dtype=float32))
     amax = _reduce_history(history, recipe)
     scale = _new_scale(amax, state.scale, fp8_max, recipe)
     keep = (float_bits(amax) == 0) | (float_bits(amax) >= _INF_BITS)
-    scale = jnp.where(keep | jnp.isnan(scale), state.scale, scale)
-    rolled = jnp.roll(history, -1).at[0].set(0.0)
+    scale = jnp.where(keep, state.scale, scale)
+    # Rolled by -1, with 0 in the new write slot.
+    rolled = jnp.concatenate([jnp.zeros(1), history[2:], history[:1]])[: history.size]
     ran = float_bits(history[0]) != 0
     return ScalingState(
         scale=jnp.where(ran, scale, state.scale),
@@ -126,21 +130,22 @@ def _reduce_history(history: History, recipe: DelayedScaling) -> Scalar:
 
 
 def _new_scale(
-    amax: Scalar, scale: Scalar, fp8_max: float, recipe: DelayedScaling
+    amax: Scalar, scale: Scalar, fp8_max: float | Scalar, recipe: DelayedScaling
 ) -> Scalar:
     algo = recipe.scaling_factor_compute_algo
-    if algo is not None:
-        new = jnp.asarray(algo(amax, scale, fp8_max, recipe), jnp.float32).reshape(())
+    if algo is None:
+        new = _divide(jnp.float32(fp8_max) * jnp.float32(2.0**-recipe.margin), amax)
     else:
-        new = _divide(fp8_max * 2.0**-recipe.margin, amax)
-    return jnp.where(jnp.isnan(new), new, jnp.clip(new, _F32_TINY, _F32_MAX))
+        new = jnp.asarray(algo(amax, scale, fp8_max, recipe), jnp.float32).reshape(())
+        new = jnp.where(jnp.isnan(new), scale, new)
+    return jnp.clip(new, _F32_TINY, _F32_MAX)
 
 
-def _divide(numerator: float, amax: Scalar) -> Scalar:
+def _divide(numerator: Scalar, amax: Scalar) -> Scalar:
     """IEEE `numerator / amax`, also where `amax` is subnormal (0 to XLA on CPU)."""
-    mantissa = (float_bits(amax) & _MANTISSA_BITS).astype(jnp.float32)
-    # amax = mantissa * 2**-149: powers of two move out of the division exactly.
-    subnormal = jnp.float32(numerator * 2.0**100) / mantissa * jnp.float32(2.0**49)
-    normal = jnp.float32(numerator) / amax
-    is_subnormal = float_bits(amax) <= _MANTISSA_BITS
-    return jnp.where(is_subnormal, subnormal, normal)
+    bits = float_bits(amax)
+    is_subnormal = bits <= _MANTISSA_BITS
+    # amax = bits * 2**-149: powers of two move out of the division exactly.
+    numerator = jnp.where(is_subnormal, numerator * jnp.float32(2.0**100), numerator)
+    quotient = numerator / jnp.where(is_subnormal, bits.astype(jnp.float32), amax)
+    return jnp.where(is_subnormal, quotient * jnp.float32(2.0**49), quotient)

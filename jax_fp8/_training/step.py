@@ -29,7 +29,7 @@ from jax_fp8._modules.tree import (
     take_taps,
 )
 from jax_fp8._recipe import DelayedScaling, check_recipe
-from jax_fp8._scaling import update
+from jax_fp8._scaling import ScalingState, update
 from jax_fp8._typing import Array, Path, Variables
 
 Recipes = DelayedScaling | Mapping[str, DelayedScaling]
@@ -127,24 +127,9 @@ def update_scaling(
     for value in recipes.values():
         check_recipe(value)
 
-    def step(path: Path, layer: Layer) -> Layer:
-        own = _recipe_of(path, recipes)
-        tap = _finished_tap(path, layer[TAP])
-        fp8_max = {
-            "input": own.max_fwd,
-            "kernel": own.max_fwd,
-            "output_grad": own.max_bwd,
-        }
-        new: Layer = {TAP: tap}
-        for role in ROLES:
-            state = layer[role]
-            one = functools.partial(update, recipe=own, fp8_max=fp8_max[role])
-            new[role] = over_stack(one, state)(state)
-        return new
-
     merged = {**variables, **updates}
     if SCALING in merged:
-        merged[SCALING] = map_layers(step, merged[SCALING])
+        merged[SCALING] = _update_layers(merged[SCALING], recipes)
     return {k: v for k, v in merged.items() if k not in (RECOMPUTE, KERNELS)}
 
 
@@ -195,6 +180,48 @@ def _check_updates(variables: Variables, updates: Mapping[str, Any]) -> None:
         updates.get(SCALING, {}),
         before_name="`variables`",
         after_name="`updates`",
+    )
+
+
+def _update_layers(
+    scaling: Mapping[str, Any], recipes: Mapping[str, DelayedScaling]
+) -> dict[str, Any]:
+    """Updates all tensors of a recipe and shape by one program."""
+    groups: dict[Any, dict[tuple[Path, str], tuple[ScalingState, float]]] = {}
+    for path, layer in layers(scaling).items():
+        own = _recipe_of(path, recipes)
+        for role in ROLES:
+            shape = jnp.shape(layer[role].amax_history)
+            fp8_max = own.max_bwd if role == "output_grad" else own.max_fwd
+            group = groups.setdefault((own, shape), {})
+            group[path, role] = layer[role], fp8_max
+    new: dict[tuple[Path, str], ScalingState] = {}
+    for (own, _), group in groups.items():
+        states, fp8_max = zip(*group.values(), strict=True)
+
+        def step(
+            one: tuple[ScalingState, Array],
+            own: DelayedScaling = own,
+            like: ScalingState = states[0],
+        ) -> ScalingState:
+            state, fp8_max = one
+            return over_stack(lambda s: update(s, own, fp8_max), like)(state)
+
+        stack = jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
+        # XLA on CPU would repeat a vectorised update for every tensor taken out of it.
+        stack = jax.lax.platform_dependent(
+            (stack, jnp.asarray(fp8_max, jnp.float32)),
+            cpu=functools.partial(jax.lax.map, step),
+            default=jax.vmap(step),
+        )
+        for i, key in enumerate(group):
+            new[key] = jax.tree.map(lambda leaf, i=i: leaf[i], stack)
+    return map_layers(
+        lambda path, layer: (
+            {role: new[path, role] for role in ROLES}
+            | {TAP: _finished_tap(path, layer[TAP])}
+        ),
+        scaling,
     )
 
 
