@@ -44,8 +44,9 @@ def expected_kept(scenario: Scenario) -> set[str]:
 def update(state: State, recipe: dict[str, object], fp8_max: float) -> State:
     """Section 3 of the law, for one tensor.
 
-    >>> update(State(np.float32(1), np.float32([8, 0])), {}, 448.0)
-    State(scale=56.0, amax_history=array([0., 0.], dtype=float32))
+    >>> state = update(State(np.float32(1), np.float32([8, 0])), {}, 448.0)
+    >>> state.scale.item(), state.amax_history.tolist()
+    (56.0, [0.0, 8.0])
     """
     scale, history = state
     if history[0] == 0:
