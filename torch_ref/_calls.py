@@ -84,6 +84,9 @@ class Call:
             cast: Quantises the input, `(x, scale, fp8_dtype)`.
         """
         fp8_dtype = fwd_dtype(self.recipe)
+        if x.numel() == 0:
+            # An empty batch is no step, not even for the weight.
+            self._frame = None
         if self._read is not None:
             input_scale, kept = self._read.input_scale, self._read.weight
         else:
@@ -177,7 +180,8 @@ class Call:
             raise RecomputeMismatchError(
                 f"the recompute runs backward {k} of {self._read} inside the region, "
                 f"but its first forward ran {len(scales)} of them. Call "
-                "`torch.autograd.grad` inside the checkpointed function both times"
+                "`torch.autograd.grad` inside the checkpointed function both times; "
+                "with `early_stop=False` it cannot be called there at all"
             )
         self._grads_read += 1
         return scales[k]

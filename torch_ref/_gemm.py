@@ -125,13 +125,7 @@ def matmul(
     return _matmul(a, b, *scale_invs, bias, out_dtype, exact, fast)
 
 
-@torch.library.custom_op(
-    "torch_ref::matmul",
-    mutates_args=(),
-    schema="(Tensor a, Tensor b, Tensor scale_inv_a, Tensor scale_inv_b, "
-    "Tensor? bias, ScalarType out_dtype, bool exact, bool fast) -> Tensor",
-)
-def _matmul(
+def _emulated_or_native(
     a: Tensor,
     b: Tensor,
     scale_inv_a: Scalar,
@@ -153,9 +147,20 @@ def _matmul(
         return y.to(out_dtype)
 
 
-@_matmul.register_fake
-def _(a: Tensor, b: Tensor, *args: Any) -> Tensor:
+def _fake(a: Tensor, b: Tensor, *args: Any) -> Tensor:
     return a.new_empty((a.shape[0], b.shape[0]), dtype=args[3])
+
+
+torch.library.define(
+    "torch_ref::matmul",
+    "(Tensor a, Tensor b, Tensor scale_inv_a, Tensor scale_inv_b, Tensor? bias, "
+    "ScalarType out_dtype, bool exact, bool fast) -> Tensor",
+)
+torch.library.impl(
+    "torch_ref::matmul", "CompositeExplicitAutograd", _emulated_or_native
+)
+torch.library.register_fake("torch_ref::matmul", _fake)
+_matmul = torch.ops.torch_ref.matmul.default
 
 
 def _cublas(

@@ -92,15 +92,13 @@ def _fake_both(
 
 
 def _operator(name: str, function: Callable, fake: Callable, outputs: int) -> Any:
+    """Defines an operator; `custom_op` would add 10 microseconds to every call."""
     returns = ", ".join(["Tensor"] * outputs)
-    op = torch.library.custom_op(
-        f"torch_ref::{name}",
-        function,
-        mutates_args=(),
-        schema=f"(Tensor x, Tensor scale, ScalarType fp8_dtype) -> ({returns})",
-    )
-    op.register_fake(fake)
-    return op
+    schema = f"(Tensor x, Tensor scale, ScalarType fp8_dtype) -> ({returns})"
+    torch.library.define(f"torch_ref::{name}", schema)
+    torch.library.impl(f"torch_ref::{name}", "CompositeExplicitAutograd", function)
+    torch.library.register_fake(f"torch_ref::{name}", fake)
+    return getattr(torch.ops.torch_ref, name).default
 
 
 _quantize = _operator("quantize", _one_layout, _fake_one, 4)
