@@ -28,12 +28,25 @@ CALLS = 64
 RECIPE = te.DelayedScaling()
 
 
+# Plain functions: a call of a Mock costs as much as what is measured.
+def _no_regions() -> tuple[list, None]:
+    return [], None
+
+
+def _not_in_backward() -> bool:
+    return False
+
+
+def _observe_nothing(*_: object) -> None:
+    return None
+
+
 @contextlib.contextmanager
 def recording_off() -> Iterator[None]:
     """FP8 modules that neither write nor read what a region remembers."""
     with (
-        mock.patch.object(_calls, "_writers_and_reader", return_value=([], None)),
-        mock.patch.object(_engine, "in_backward", return_value=False),
+        mock.patch.object(_calls, "_writers_and_reader", _no_regions),
+        mock.patch.object(_engine, "in_backward", _not_in_backward),
     ):
         yield
 
@@ -41,7 +54,8 @@ def recording_off() -> Iterator[None]:
 @contextlib.contextmanager
 def recompute_off() -> Iterator[None]:
     """The backward of torch's checkpoint: FP8 on, and no amax observed again."""
-    with mock.patch.object(_calls.Call, "_observe"), te.autocast(recipe=RECIPE):
+    observe = mock.patch.object(_calls.Call, "_observe", _observe_nothing)
+    with observe, te.autocast(recipe=RECIPE):
         yield
 
 
