@@ -171,7 +171,8 @@ def end_use(module: nn.Module, use: Use, tap: Array, amaxes: Amaxes) -> None:
     if not use.recording:
         return
     module.put_variable(SCALING, TAP, tap)
-    if not in_fp8_activation_recompute_phase():
+    # An empty batch is no step: no state moves.
+    if use.x.size and not in_fp8_activation_recompute_phase():
         kernel_amax = use.kernel_amax
         if use.layer.kernel_codes is None:
             kernel_amax = amaxes.kernel

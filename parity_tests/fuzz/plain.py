@@ -193,7 +193,7 @@ class Plain:
         if not enabled:
             return self.lin_off(module, x)
         kinds, states = law.formats(recipe), module.states
-        # An empty input leaves the weight's state alone too.
+        # An empty batch is no step, not even for the weight.
         if self.grad_mode and x.array.size:
             self.frame.observe(number, "input", law.amax(x.array), recipe)
             self.frame.observe(number, "weight", law.amax(module.weight), recipe)

@@ -124,6 +124,7 @@ common = {
     "deadline": None,
     "derandomize": True,
     "phases": [Phase.generate, Phase.shrink],
+    "report_multiple_bugs": False,
 }
 
 

@@ -13,6 +13,7 @@ COMMON = {
     "deadline": None,
     "derandomize": True,
     "phases": [Phase.generate, Phase.shrink],
+    "report_multiple_bugs": False,
     "suppress_health_check": list(HealthCheck),
 }
 pytestmark = [
