@@ -107,19 +107,14 @@ class Activation:
             RecomputeMismatchError: The first forward ran another layer here, or none.
         """
         k, entries = self._cursor, self.region.entries
-        found = describe(module, prefix)
-        if k >= len(entries):
-            raise RecomputeMismatchError(
-                f"FP8 call {k} of the recompute is {found}, but the first forward of "
-                f"this region made {len(entries)} FP8 calls only. {_REPAIR}"
-            )
-        if not entries[k].is_of(module, prefix):
-            raise RecomputeMismatchError(
-                f"FP8 call {k} of the recompute is {found}, but the first forward of "
-                f"this region ran {entries[k]} there. {_REPAIR}"
-            )
-        self._cursor += 1
-        return entries[k]
+        if k < len(entries) and entries[k].is_of(module, prefix):
+            self._cursor += 1
+            return entries[k]
+        ran = f"ran {entries[k]} there" if k < len(entries) else f"made {k} of them"
+        raise RecomputeMismatchError(
+            f"FP8 call {k} of the recompute is {describe(module, prefix)}, but the "
+            f"first forward of this region {ran}. {_REPAIR}"
+        )
 
     def close(self, *, failed: bool) -> None:
         """Ends the run.
