@@ -149,6 +149,11 @@ class Runner:
             for side in (*self.references, *self.live)
             if not side.refuses(scenario)
         ]
+        row.notes += [
+            f"{side.name} was not run: {reason}"
+            for side in self.live
+            if (reason := side.refuses(scenario))
+        ]
         if scenario.recording == "inner_reentrant_te_defect":
             others = [t for t in others if t.side != "recording"]
             others.append(golden_side.read("outer", scenario.program))

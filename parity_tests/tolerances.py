@@ -94,9 +94,10 @@ TOLERANCES: dict[str, Tolerance] = {
         attention=2e-6,
     ),
     "attention, bf16": Tolerance(
-        reason="in BF16 attention flips results by an ulp between the frameworks, and "
-        "an operand that flips moves E4M3 codes by 6 to 12 %, E5M2 codes by 12 to "
-        "25 %; FP8 itself moves y by 5.7e-2 (the fp32 row shows the same layers equal)",
+        reason="in BF16 (and TF32 on a card) attention flips results by an ulp between "
+        "the frameworks, and an operand that flips moves E4M3 codes by 6 to 12 %, E5M2 "
+        "codes by 12 to 25 %; FP8 itself moves y by 5.7e-2 (the same layers are equal "
+        "in the fp32 row on a CPU)",
         rel_rms={"y": 4e-2, _KEY_BIAS: math.inf, "*": 0.15},
         scale_ulps=4,
         elementwise_ulps=4,
@@ -142,6 +143,16 @@ TOLERANCES: dict[str, Tolerance] = {
         gemm_unit="bf16",
         gemm_codes=0.9,
     ),
+    "gpu, norm": Tolerance(
+        reason="as on the CPU for norm and gelu; behind a GEMM as below 512",
+        rel_rms={"y": 5e-3, "*": 4e-2},
+        scale_ulps=4,
+        elementwise_ulps=4,
+        gemm_ulps=1,
+        gemm_unit="bf16",
+        codes=0.999,
+        gemm_codes=0.9,
+    ),
     "gpu, split, large": Tolerance(
         reason="both run cuBLASLt's FP8 kernel with split accumulation: same bits",
         rel_rms={"*": 0.0},
@@ -165,7 +176,10 @@ TOLERANCES: dict[str, Tolerance] = {
 def tolerance(scenario: Scenario, one: str, other: str, device: str) -> Tolerance:
     """The row of the table for a pair of sides."""
     row = TOLERANCES[_key(scenario, {one, other}, device)]
-    if device == "cpu" or row.gemm_ulps or row.rel_rms == {"*": 0.0}:
+    recorded = any(
+        s.startswith(("recording", "transformer_engine")) for s in (one, other)
+    )
+    if device == "cpu" or not recorded:
         return row
     # Against a recording, a live run on another card may round a GEMM otherwise.
     return dataclasses.replace(row, gemm_ulps=1, gemm_unit="bf16", gemm_codes=0.9)
@@ -173,7 +187,8 @@ def tolerance(scenario: Scenario, one: str, other: str, device: str) -> Toleranc
 
 def _key(scenario: Scenario, sides: set[str], device: str) -> str:
     if scenario.program == "transformer_layer":
-        return "attention, fp32" if scenario.precision == "fp32" else "attention, bf16"
+        exact = scenario.precision == "fp32" and device == "cpu"
+        return "attention, fp32" if exact else "attention, bf16"
     norm = scenario.program.startswith("layernorm")
     if any(side.startswith(("recording", "transformer_engine")) for side in sides):
         own = f"recording {scenario.golden}"
@@ -184,6 +199,8 @@ def _key(scenario: Scenario, sides: set[str], device: str) -> str:
         if norm or scenario.region in ("mixed", "none"):
             return "cpu, norm" if norm else "cpu, plain GEMM"
         return "cpu"
+    if norm:
+        return "gpu, norm"
     mode = "split" if scenario.accumulation == "split" else "fast"
     if scenario.program == "one_layer":
         return f"gpu, {mode}, float64" if "numpy" in sides else f"gpu, {mode}, large"
