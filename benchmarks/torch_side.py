@@ -87,7 +87,7 @@ class Side:
                 lambda: programs.graphed(ours(size, "none", self.device)),
             )
             yield case("transformer_engine.pytorch", "none", programs.te_mlp)
-            if not self.quick:
+            if size == MLP[1]:
                 yield case("torchao", "none", programs.ao_mlp)
 
     def measure(self, program: str, size: Any, cases: list[Case]) -> None:

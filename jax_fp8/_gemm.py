@@ -20,6 +20,7 @@ of BF16 results is rounded to BF16 first, a gain error of up to 0.2 %.)
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import NamedTuple
 
 import jax
@@ -29,6 +30,9 @@ from jax import lax
 from ._quantize import declared, from_codes, round_to
 from ._recipe import Accumulation
 from ._typing import AnyFloat, Array, Codes, DType, Scalar
+
+# Values of a result from which XLA never splits the contraction (132 processors).
+_DIRECT_OUTPUTS = 2**21
 
 # What policies can name: the codes of the two operands, and the output.
 INPUT_NAME = "fp8_input"
@@ -158,16 +162,31 @@ def _gemm(
         return round_to(with_bias(acc * scale_inv, jnp.float32), spec.dtype)
 
     def cublas(q_a: Array, q_b: Array, scale_inv: Scalar) -> Array:
-        preset = lax.DotAlgorithmPreset
-        algorithm = (
-            preset.ANY_F8_ANY_F8_F32_FAST_ACCUM if fast else preset.ANY_F8_ANY_F8_F32
+        free = lambda q: math.prod(q.shape[spec.batch : q.ndim - contract])
+        # In a smaller product XLA may split the contraction, and would then round the
+        # scale of a BF16 result; in float32 it stays exact.
+        direct = spec.batch == 0 and free(q_a) * free(q_b) >= _DIRECT_OUTPUTS
+        dtype = spec.dtype if direct else jnp.dtype(jnp.float32)
+        precision = _precision(fast, direct or spec.accumulation == "default")
+        acc = lax.dot_general(
+            q_a, q_b, dims, precision=precision, preferred_element_type=dtype
         )
-        y = lax.dot_general(
-            q_a, q_b, dims, precision=algorithm, preferred_element_type=spec.dtype
-        )
-        return with_bias(y * scale_inv.astype(spec.dtype), spec.dtype)
+        y = with_bias(acc * scale_inv.astype(dtype), dtype)
+        return y if direct else round_to(y, spec.dtype)
 
     return lax.platform_dependent(q_a, q_b, scale_inv, cuda=cublas, default=portable)
+
+
+def _precision(fast: bool, by_name: bool) -> lax.Precision | lax.DotAlgorithmPreset:
+    """How XLA is asked for fast or split accumulation.
+
+    By name it is always cuBLASLt's FP8 call, if in parts for small products. Without,
+    small products run whole, with the bits of torch's call, or in another kernel.
+    """
+    if not by_name:
+        return lax.Precision.DEFAULT if fast else lax.Precision.HIGHEST
+    preset = lax.DotAlgorithmPreset
+    return preset.ANY_F8_ANY_F8_F32_FAST_ACCUM if fast else preset.ANY_F8_ANY_F8_F32
 
 
 def _across(bias: AnyFloat, y: Array, spec: Gemm, dtype: DType) -> Array:

@@ -8,6 +8,7 @@ Python loop over them would cost more than the step's bookkeeping.
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple, cast
 
 import torch
@@ -145,9 +146,13 @@ def update_(
 )
 def running_max(amaxes: list[Tensor], positions: list[int], size: int) -> Scalars:
     """The vector `[size]` whose entry p is the maximum of the amaxes at position p."""
-    flat = torch.stack([amax.to(amaxes[0].device) for amax in amaxes])
-    index = torch.tensor(positions, device=flat.device)
-    return flat.new_zeros(size).scatter_reduce(0, index, flat, "amax")
+    # No index tensor: its copy from the host would wait for the device.
+    largest: dict[int, Tensor] = {}
+    for amax, at in zip(amaxes, positions, strict=True):
+        amax = amax.to(amaxes[0].device)
+        largest[at] = torch.maximum(largest[at], amax) if at in largest else amax
+    nothing = amaxes[0].new_zeros(())
+    return torch.stack([largest.get(at, nothing) for at in range(size)])
 
 
 @torch.library.custom_op(
@@ -191,16 +196,24 @@ def _write(
     recipe: DelayedScaling,
 ) -> None:
     observed = torch.stack(histories)
-    index = torch.tensor(positions, device=amaxes.device)
-    amaxes = amaxes[index].to(observed.device)
+    if positions != list(range(len(amaxes))):
+        amaxes = torch.stack([amaxes[at] for at in positions])
+    amaxes = amaxes.to(observed.device)
     observed[:, 0] = torch.maximum(observed[:, 0], amaxes)
     new_scales, new_histories = _next_states(
-        torch.stack(scales), observed, amaxes.new_tensor(fp8_max), recipe
+        torch.stack(scales), observed, _constants(fp8_max, amaxes), recipe
     )
     for scale, new in zip(scales, new_scales.unbind(), strict=True):
         scale.copy_(new)
     for history, new in zip(histories, new_histories.unbind(), strict=True):
         history.copy_(new)
+
+
+def _constants(values: list[float], like: Tensor) -> Scalars:
+    """A vector of constants, filled on the device: no copy from the host."""
+    runs = [(value, len(list(run))) for value, run in itertools.groupby(values)]
+    parts = [like.new_full((length,), value) for value, length in runs]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _next_states(

@@ -74,7 +74,9 @@ def test_on_the_card_six_fp8_gemms_and_no_bf16_scale(activation, norm, bias):
     shapes = {"tokens": 1024, "hidden": 1024, "ffn": 2048}
     out, compiled = train(activation, norm, bias, **shapes)
     hlo = compiled.as_text()
-    assert hlo.count('custom_call_target="__cublas$lt$matmul$f8"') == 6
+    # Without a norm nothing asks for the gradient of the input.
+    gemms = 6 if norm else 5
+    assert hlo.count('custom_call_target="__cublas$lt$matmul$f8"') == gemms
     assert not re.search(r"bf16\[\] convert", hlo), "a scale went through BF16"
     assert not re.search(r'custom_call_target="__cublas\$lt\$matmul"', hlo)
     assert all(np.isfinite(value) for value, *_ in out)

@@ -6,6 +6,8 @@ a CUDA graph captures them.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib.util
 from typing import NamedTuple
 
@@ -50,8 +52,13 @@ def is_supported(x: Tensor) -> bool:
         and x.is_contiguous()
         and x.numel() > 0
         and x.shape[0] % 16 == 0
-        and torch.cuda.get_device_capability(x.device) >= (8, 9)
+        and _has_fp8(x.device)
     )
+
+
+@functools.cache
+def _has_fp8(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def cast_transpose(x: Tensor, scale: Scalar, fp8_dtype: torch.dtype) -> FusedQuantized:
@@ -116,8 +123,6 @@ def _launch(
     planes: int = 1,
     sums: bool = False,
 ) -> tuple[FusedQuantized, Tensor | None]:
-    import triton
-
     from .tiles import quantize_tile
 
     rows, width = x.shape[0], columns * planes
@@ -126,9 +131,10 @@ def _launch(
     scale_inv, scale_copy = new((), torch.float32), new((), torch.float32)
     amax = torch.zeros((), dtype=torch.float32, device=x.device)
     tile_m, tile_n, warps = _TILE if h is None else _GRADIENT_TILE
-    grid = triton.cdiv(rows, tile_m), triton.cdiv(columns, tile_n)
+    grid = -(-rows // tile_m), -(-columns // tile_n)
     partial = new((grid[0], width), torch.float32) if sums else None
-    with torch.cuda.device(x.device):
+    here = x.device.index == torch.cuda.current_device()
+    with contextlib.nullcontext() if here else torch.cuda.device(x.device):
         quantize_tile[grid](
             x,
             x if h is None else h,
