@@ -148,6 +148,7 @@ def _summarise(
         "eval_loss": run.last("eval")["loss"],
         "tokens_per_s": clock.rate,
         "seconds": clock.seconds,
+        "cpu_seconds": clock.cpu_seconds,
         "memory_mb": {"process_peak": _host_peak_mb(), **trainer.memory()},
         "corpus_files": len(corpus.train_files) + len(corpus.held_out_files),
         "fp8_tensors": len(scaling),
@@ -165,6 +166,7 @@ class _Clock:
     def __init__(self, tokens: int) -> None:
         self.tokens = tokens
         self.began = self.last = time.perf_counter()
+        self.cpu_began = time.process_time()
         self.step: int | None = None
         self.spent, self.steps = 0.0, 0
 
@@ -189,6 +191,11 @@ class _Clock:
     @property
     def seconds(self) -> float:
         return time.perf_counter() - self.began
+
+    @property
+    def cpu_seconds(self) -> float:
+        """Of all threads: what the run costs, however busy the machine is."""
+        return time.process_time() - self.cpu_began
 
 
 def _progress() -> Progress:

@@ -10,6 +10,7 @@ from .compare import Check
 # one unit, 2**-8 of it, where it lies at a rounding border; E5M2 gradients behind it
 # move by one of their steps, and what follows is noise of that size in an amax.
 STATE_LIMIT = 0.05
+AMAX_SHARE_LIMIT = 0.01
 
 
 def falling(name: str, losses: list[float]) -> list[Check]:
@@ -45,6 +46,17 @@ def scales_moved(name: str, scales: np.ndarray) -> Check:
         f"{moved} of {scales.size}",
         "all",
         moved == scales.size > 0,
+    )
+
+
+def amax_share_check(name: str, report: dict[str, float]) -> Check:
+    """Amax reductions cost next to nothing; meant for GPUs, an upper bound."""
+    share = report["amax_share"]
+    return Check(
+        f"{name}: share of time in amax reductions",
+        f"{share:.2%}",
+        f"at most {AMAX_SHARE_LIMIT:.0%}",
+        share <= AMAX_SHARE_LIMIT,
     )
 
 

@@ -24,7 +24,13 @@ import jax_fp8 as fp8
 from .compare import Check
 from .config import Mode, Policy, RunConfig
 from .data import Corpus, train_batch
-from .multi import falling, lockstep_check, scales_moved, states_differ
+from .multi import (
+    amax_share_check,
+    falling,
+    lockstep_check,
+    scales_moved,
+    states_differ,
+)
 from .run_jax import JaxTrainer, jit
 
 # Kernels split by columns, then by rows: one all-reduce per attention and per MLP.
@@ -125,9 +131,10 @@ def run_layouts(
     one, _ = make_side(config, policy, Layout.DATA, devices[:1], config.batch)
     stored = []
     for step in range(config.steps):
-        params = jax.device_get(one.state["variables"]["params"])
-        loss = float(one(_tokens(config, corpus, step), config.lr(step)))
         lockstep = step < _LOCKSTEP
+        params = one.state["variables"]["params"]
+        params = jax.device_get(params) if lockstep else None
+        loss = float(one(_tokens(config, corpus, step), config.lr(step)))
         stored.append((loss, params, _scaling(one.state)) if lockstep else (loss,))
     for layout in layouts:
         name = f"jax-{layout}-{len(devices)}"
@@ -148,17 +155,15 @@ def run_layouts(
         }
         if measure:
             report |= _measure(config, policy, layout, devices, corpus)
-        yield (
-            name,
-            report,
-            [
-                *falling(name, losses),
-                _same_on_devices(name, many.state),
-                scales_moved(name, np.stack(_scaling(many.state)[::2])),
-                lockstep_check(name, differences, config.accumulation),
-                *_fp8_used(name, executable, devices),
-            ],
-        )
+        checks = [
+            *falling(name, losses),
+            _same_on_devices(name, many.state),
+            scales_moved(name, np.stack(_scaling(many.state)[::2])),
+            lockstep_check(name, differences, config.accumulation),
+        ]
+        if devices[0].platform == "gpu":
+            checks += _on_gpu(name, report, executable)
+        yield name, report, checks
 
 
 def count_amax_reductions(hlo: str) -> int:
@@ -222,15 +227,17 @@ def _reduction_seconds(devices: list, count: int) -> float:
     return (time.perf_counter() - start) / _TIMED
 
 
-def _fp8_used(name: str, executable: Any, devices: list) -> list[Check]:
-    """One program runs on every device; on GPUs it must hold FP8 GEMM calls."""
-    if devices[0].platform != "gpu":
-        return []
+def _on_gpu(name: str, report: dict[str, Any], executable: Any) -> list[Check]:
+    """One program runs on every device; it must hold FP8 GEMM calls only."""
+    what = f"{name}: FP8 GEMMs on every device"
     try:
-        fp8.assert_fp8_used(executable)
+        usage = fp8.assert_fp8_used(executable)
+        checks = [Check(what, f"{usage.fp8}", "all large ones", True)]
     except AssertionError as error:
-        return [Check(f"{name}: FP8 GEMMs on every device", str(error), "used", False)]
-    return [Check(f"{name}: FP8 GEMMs on every device", "used", "used", True)]
+        checks = [Check(what, str(error), "all large ones", False)]
+    if "amax_share" in report:
+        checks.append(amax_share_check(name, report))
+    return checks
 
 
 def _tokens(

@@ -136,11 +136,8 @@ class Session:
 
     def _wrap(self) -> torch.nn.Module:
         if self.job.wrapper is Wrapper.DDP:
-            # States are equal on all ranks by the reduction, not by a broadcast.
             ids = [self.rank] if self.job.cuda else None
-            return DistributedDataParallel(
-                self.model, device_ids=ids, broadcast_buffers=False
-            )
+            return DistributedDataParallel(self.model, device_ids=ids)
         device = "cuda" if self.job.cuda else "cpu"
         mesh = dist.init_device_mesh(device, (self.job.world,))
         for block in self.model.blocks():

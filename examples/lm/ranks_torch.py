@@ -23,7 +23,13 @@ from torch.profiler import ProfilerActivity, profile
 
 from .compare import Check
 from .data import Corpus, load_corpus, train_batch
-from .multi import falling, lockstep_check, scales_moved, states_differ
+from .multi import (
+    amax_share_check,
+    falling,
+    lockstep_check,
+    scales_moved,
+    states_differ,
+)
 from .multi_torch import Job, Session
 
 _LOCKSTEP, _TIMED = 10, 5
@@ -44,6 +50,9 @@ def reference(job: Job) -> None:
     rate, _ = _tokens_per_s(session, corpus, world=1)
     stored = {"steps": steps, "losses": losses, "rate": rate}
     torch.save(stored, job.directory / "reference.pt")
+    if job.cuda:
+        del session
+        torch.cuda.empty_cache()
 
 
 def run_ranks(job: Job) -> tuple[dict[str, Any], list[Check]]:
@@ -67,6 +76,7 @@ def run_ranks(job: Job) -> tuple[dict[str, Any], list[Check]]:
         least = min(report["fp8_gemms_by_rank"])
         ok = least > 0
         checks.append(Check(f"{name}: FP8 GEMMs on every rank", least, "some", ok))
+        checks.append(amax_share_check(name, report))
     return report, checks
 
 

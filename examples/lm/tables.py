@@ -21,13 +21,15 @@ def print_tables(*tables: Table | str) -> None:
 
 def run_table(runs: dict[str, Record]) -> Table:
     """One row per run: where it ended, how fast, with how much memory."""
-    table = Table("run", "steps", "eval loss", "tokens/s", "seconds", "memory, MB")
+    table = Table(
+        "run", "steps", "eval loss", "tokens/s", "seconds", "CPU seconds", "memory, MB"
+    )
     for name, run in runs.items():
         s = run.summary
         memory = ", ".join(f"{k} {v:,.0f}" for k, v in s["memory_mb"].items())
-        rate, seconds = f"{s['tokens_per_s']:,.0f}", f"{s['seconds']:.0f}"
-        loss = f"{s['eval_loss']:.4f}"
-        table.add_row(name, f"{s['step']}", loss, rate, seconds, memory)
+        rate, loss = f"{s['tokens_per_s']:,.0f}", f"{s['eval_loss']:.4f}"
+        seconds, cpu = f"{s['seconds']:.0f}", f"{s['cpu_seconds']:.0f}"
+        table.add_row(name, f"{s['step']}", loss, rate, seconds, cpu, memory)
     return table
 
 
