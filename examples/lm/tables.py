@@ -28,7 +28,10 @@ def run_table(runs: dict[str, Record]) -> Table:
         s = run.summary
         memory = ", ".join(f"{k} {v:,.0f}" for k, v in s["memory_mb"].items())
         rate, loss = f"{s['tokens_per_s']:,.0f}", f"{s['eval_loss']:.4f}"
-        seconds, cpu = f"{s['seconds']:.0f}", f"{s['cpu_seconds']:.0f}"
+        seconds, cpu = (
+            f"{s['seconds']:.0f}",
+            f"{s.get('cpu_seconds', float('nan')):.0f}",
+        )
         table.add_row(name, f"{s['step']}", loss, rate, seconds, cpu, memory)
     return table
 
