@@ -143,12 +143,14 @@ def _check_float(name: str, x: AnyFloat) -> None:
 
 def _amax(x: AnyFloat, stack: int = 0) -> Array:
     """Amax over all axes but the first `stack`."""
-    # On the integer bits, in the width of x: exact, and one pass over the fewest bytes.
+    # Bits, read as integers, are ordered like magnitudes, subnormals among them.
     uint, inf = _BITS[x.dtype]
     bits = lax.bitcast_convert_type(x, uint) & uint(jnp.iinfo(uint).max // 2)
-    bits = jnp.where(bits > uint(inf), uint(0), bits)
-    largest = jnp.max(bits, axis=tuple(range(stack, x.ndim)), initial=uint(0))
-    return declared(lax.bitcast_convert_type(largest, x.dtype))
+    # 15 bits are exact in float32, whose maximum XLA compiles faster.
+    wide = jnp.float32 if uint is jnp.uint16 else uint
+    bits = jnp.where(bits > uint(inf), wide(0), bits.astype(wide))
+    largest = jnp.max(bits, axis=tuple(range(stack, x.ndim)), initial=wide(0))
+    return declared(lax.bitcast_convert_type(largest.astype(uint), x.dtype))
 
 
 @custom_vmap

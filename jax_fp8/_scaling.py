@@ -146,6 +146,6 @@ def _divide(numerator: Scalar, amax: Scalar) -> Scalar:
     bits = float_bits(amax)
     is_subnormal = bits <= _MANTISSA_BITS
     # amax = bits * 2**-149: powers of two move out of the division exactly.
-    numerator = jnp.where(is_subnormal, numerator * jnp.float32(2.0**100), numerator)
-    quotient = numerator / jnp.where(is_subnormal, bits.astype(jnp.float32), amax)
-    return jnp.where(is_subnormal, quotient * jnp.float32(2.0**49), quotient)
+    power = lambda n: jnp.where(is_subnormal, jnp.float32(2.0**n), jnp.float32(1))
+    divisor = jnp.where(is_subnormal, bits.astype(jnp.float32), amax)
+    return numerator * power(100) / divisor * power(49)
