@@ -9,7 +9,8 @@ Python loop over them would cost more than the step's bookkeeping.
 from __future__ import annotations
 
 import itertools
-from typing import NamedTuple, cast
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
 
 import torch
 from jaxtyping import Float32
@@ -139,12 +140,14 @@ def update_(
         _update_op(scales, histories, amaxes, positions, fp8_max, recipe.margin, algo)
 
 
-@torch.library.custom_op(
-    "torch_ref::running_max",
-    mutates_args=(),
-    schema="(Tensor[] amaxes, int[] positions, int size) -> Tensor",
-)
-def running_max(amaxes: list[Tensor], positions: list[int], size: int) -> Scalars:
+def operator(name: str, schema: str, function: Callable[..., Any]) -> Any:
+    """Defines `torch_ref::<name>`; `custom_op` would add to every call some time."""
+    torch.library.define(f"torch_ref::{name}", schema)
+    torch.library.impl(f"torch_ref::{name}", "CompositeExplicitAutograd", function)
+    return getattr(torch.ops.torch_ref, name).default
+
+
+def _running_max(amaxes: list[Tensor], positions: list[int], size: int) -> Scalars:
     """The vector `[size]` whose entry p is the maximum of the amaxes at position p."""
     # No index tensor: its copy from the host would wait for the device.
     largest: dict[int, Tensor] = {}
@@ -155,13 +158,7 @@ def running_max(amaxes: list[Tensor], positions: list[int], size: int) -> Scalar
     return torch.stack([largest.get(at, nothing) for at in range(size)])
 
 
-@torch.library.custom_op(
-    "torch_ref::update",
-    mutates_args=("scales", "histories"),
-    schema="(Tensor(a!)[] scales, Tensor(b!)[] histories, Tensor amaxes, "
-    "int[] positions, float[] fp8_max, int margin, str amax_compute_algo) -> ()",
-)
-def _update_op(
+def _update(
     scales: list[Tensor],
     histories: list[Tensor],
     amaxes: Scalars,
@@ -176,13 +173,26 @@ def _update_op(
     _write(scales, histories, amaxes, positions, fp8_max, recipe)
 
 
-@running_max.register_fake
+running_max = operator(
+    "running_max",
+    "(Tensor[] amaxes, int[] positions, int size) -> Tensor",
+    _running_max,
+)
+_update_op = operator(
+    "update",
+    "(Tensor(a!)[] scales, Tensor(b!)[] histories, Tensor amaxes, int[] positions, "
+    "float[] fp8_max, int margin, str amax_compute_algo) -> ()",
+    _update,
+)
+
+
+@torch.library.register_fake("torch_ref::running_max")
 def _(amaxes: list[Tensor], positions: list[int], size: int) -> Scalars:
     del positions
     return amaxes[0].new_empty(size)
 
 
-@_update_op.register_fake
+@torch.library.register_fake("torch_ref::update")
 def _(*args: object) -> None:
     del args
 

@@ -50,11 +50,15 @@ def different(codes, expected, fmt):
 
 def assert_close_codes(codes, expected):
     """At most 0.1 % of the codes differ, each by one step."""
-    steps = np.abs(np.asarray(codes, np.int32) - np.asarray(expected, np.int32))
-    # Codes of +0 and -0 are 128 apart and no step.
-    steps = np.where(steps == 128, 0, steps)
+    steps = np.abs(_ordinal(codes) - _ordinal(expected))
     assert steps.max() <= 1
     assert (steps > 0).mean() <= CODES_DIFFER
+
+
+def _ordinal(codes):
+    """Codes counted from zero, so that neighbours are one apart and -0 equals +0."""
+    codes = np.asarray(codes, np.int32)
+    return np.where(codes < 128, codes, 128 - codes)
 
 
 def assert_close_amax(found, expected):

@@ -199,7 +199,7 @@ def quantize_tile(
         even = tl.join(words.to(tl.int8), (words >> 16).to(tl.int8))
         odd = tl.join((words >> 8).to(tl.int8), (words >> 24).to(tl.int8))
         bytes_t = tl.reshape(tl.join(even, odd), (COLS, ROWS))
-        out_t = codes_t_ptr + (PLANE * n).to(tl.int64) * m
-        _store(out_t, cols_t * m + rows_t, bytes_t, mask_t, MASKED)
+        at_t = (cols_t + PLANE * n) * m + rows_t
+        _store(codes_t_ptr, at_t, bytes_t, mask_t, MASKED)
     # Magnitudes are not negative: their bits order like the numbers.
     tl.atomic_max(amax_ptr, largest.to(tl.int32, bitcast=True), sem="relaxed")

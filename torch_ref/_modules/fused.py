@@ -18,6 +18,7 @@ from torch_ref._calls import Call
 from torch_ref._gemm import dgrad, fprop, wgrad
 from torch_ref._operands import Quantized
 from torch_ref._quantize import amax, cast_transpose
+from torch_ref._scaling import operator
 from torch_ref._typing import Scalar, Tensor
 
 from .function import Layer, apply
@@ -81,7 +82,9 @@ class _FusedMlp(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(  # type: ignore[override]
+        ctx: Any, grad: Tensor
+    ) -> tuple[Tensor | None, ...]:
         x_t, x_inv, w1_t, w1_inv, hidden, a_t, a_inv, w2_t, w2_inv = ctx.saved_tensors
         first, second = ctx.calls
         needs_dx, needs_dw1, needs_db1, needs_dw2, needs_db2 = ctx.needs_input_grad[:5]
@@ -89,8 +92,10 @@ class _FusedMlp(torch.autograd.Function):
         q_g = second.quantize_grad(grad)
         dw2 = wgrad(q_g.transposed(), a_t, (q_g.scale_inv, a_inv), *options)
         da = dgrad(q_g.q, w2_t, (q_g.scale_inv, w2_inv), *options)
-        sums: list[Tensor] | None = [] if needs_db1 else None
-        cast = functools.partial(_gradient, hidden=hidden, name=ctx.name, sums=sums)
+        sums: list[Tensor] = []
+        cast = functools.partial(
+            _gradient, hidden=hidden, name=ctx.name, sums=sums if needs_db1 else None
+        )
         q_h = first.quantize_grad(da, cast=cast)
         dx = dw1 = None
         if needs_dw1:
@@ -116,41 +121,33 @@ def _gradient(
     name: str,
     sums: list[Tensor] | None,
 ) -> Quantized:
-    wanted = sums is not None
-    *quantized, total = _dact_cast_transpose(g, hidden, scale, fp8_dtype, name, wanted)
-    if wanted:
+    *quantized, total = _dact_cast_transpose(
+        g, hidden, scale, fp8_dtype, name, sums is not None
+    )
+    if sums is not None:
         sums.append(total)
     return Quantized(*quantized)
 
 
-@torch.library.custom_op(
-    "torch_ref::act_cast_transpose",
-    mutates_args=(),
-    schema="(Tensor h, Tensor scale, ScalarType fp8_dtype, str name) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
-def _act_cast_transpose(
+def _quantized_activation(
     h: Tensor, scale: Scalar, fp8_dtype: torch.dtype, name: str
 ) -> tuple[Tensor, Tensor, Scalar, Scalar, Scalar]:
     if _kernels.is_supported(h):
-        return tuple(_kernels.act_cast_transpose(h, scale, fp8_dtype, name))
+        q, q_t, *scalars = _kernels.act_cast_transpose(h, scale, fp8_dtype, name)
+        return q, q_t, scalars[0], scalars[1], scalars[2]
     return _reference(activation(h.float(), name), scale, fp8_dtype)
 
 
-@torch.library.custom_op(
-    "torch_ref::dact_cast_transpose",
-    mutates_args=(),
-    schema="(Tensor g, Tensor h, Tensor scale, ScalarType fp8_dtype, str name, "
-    "bool sums) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
-def _dact_cast_transpose(
+def _quantized_gradient(
     g: Tensor, h: Tensor, scale: Scalar, fp8_dtype: torch.dtype, name: str, sums: bool
 ) -> tuple[Tensor, Tensor, Scalar, Scalar, Scalar, Tensor]:
     if _kernels.is_supported(h):
         found, total = _kernels.dact_cast_transpose(
             g, h, scale, fp8_dtype, name, sums=sums
         )
-        return (*found, scale.new_empty(0) if total is None else total)
+        q, q_t, scale_inv, scale, found_amax = found
+        total = scale.new_empty(0) if total is None else total
+        return q, q_t, scale_inv, scale, found_amax, total
     dh = activation_backward(g.float(), h.float(), name)
     if h.shape[-1] != g.shape[-1]:
         dh = dh.to(g.dtype).float()
@@ -162,3 +159,17 @@ def _reference(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     q, q_t, _ = cast_transpose(v, scale, fp8_dtype)
     return q, q_t, scale.reciprocal(), scale.clone(), amax(v)
+
+
+_act_cast_transpose = operator(
+    "act_cast_transpose",
+    "(Tensor h, Tensor scale, ScalarType fp8_dtype, str name) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _quantized_activation,
+)
+_dact_cast_transpose = operator(
+    "dact_cast_transpose",
+    "(Tensor g, Tensor h, Tensor scale, ScalarType fp8_dtype, str name, bool sums) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _quantized_gradient,
+)
