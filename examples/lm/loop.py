@@ -65,51 +65,26 @@ def train(
     """Runs to `config.steps` (or `stop_after`) and returns the summary it wrote."""
     run.open(resume=resume, trainer=trainer)
     end = min(config.steps, stop_after or config.steps)
-    evaluation = list(
-        eval_batches(
-            corpus,
-            batch=config.batch,
-            context=config.model.context,
-            count=config.eval_batches,
-        )
-    )
+    size = {"batch": config.batch, "context": config.model.context}
+    evaluation = list(eval_batches(corpus, **size, count=config.eval_batches))
     clock = _Clock(tokens=config.batch * config.model.context)
+    fields = {"loss": float("nan"), "rate": 0.0, "memory": 0.0}
     with _progress() as bar:
         task = bar.add_task(
-            run.directory.name,
-            total=config.steps,
-            completed=run.start,
-            loss=float("nan"),
-            rate=0.0,
-            memory=0.0,
+            run.directory.name, total=config.steps, completed=run.start, **fields
         )
         if run.start == 0:
             _evaluate(trainer, evaluation, run, 0)
-        pending = []
+        losses: list[Any] = []
         for step in range(run.start, end):
-            tokens = train_batch(
-                corpus,
-                batch=config.batch,
-                context=config.model.context,
-                seed=config.seed,
-                step=step,
-            )
-            pending.append(trainer.step(tokens, config.lr(step)))
+            tokens = train_batch(corpus, **size, seed=config.seed, step=step)
+            losses.append(trainer.step(tokens, config.lr(step)))
             done = step + 1
             if done % config.log_every == 0 or done == end:
-                # Reading a loss waits for the device, so read them together.
-                loss = float(np.mean([float(x) for x in pending]))
-                pending = []
-                rate = clock.lap(done)
-                run.write(
-                    kind="train",
-                    step=done,
-                    loss=loss,
-                    tokens_per_s=rate,
-                    scaling=_newest(trainer),
+                bar.update(
+                    task, completed=done, **_log(trainer, losses, clock, run, done)
                 )
-                memory = _memory_mb(trainer)
-                bar.update(task, completed=done, loss=loss, rate=rate, memory=memory)
+                losses = []
             if done % config.eval_every == 0 or done == config.steps:
                 _evaluate(trainer, evaluation, run, done)
                 clock.restart(done)
@@ -125,6 +100,18 @@ def _evaluate(
     loss = float(np.mean([trainer.evaluate(tokens) for tokens in evaluation]))
     shares = trainer.shares(evaluation[0])
     run.write(kind="eval", step=step, loss=loss, shares=shares)
+
+
+def _log(
+    trainer: Trainer, losses: list[Any], clock: _Clock, run: Run, step: int
+) -> dict[str, float]:
+    # Reading a loss waits for the device, so they are read together.
+    loss = float(np.mean([float(x) for x in losses]))
+    rate = clock.lap(step)
+    run.write(
+        kind="train", step=step, loss=loss, tokens_per_s=rate, scaling=_newest(trainer)
+    )
+    return {"loss": loss, "rate": rate, "memory": _memory_mb(trainer)}
 
 
 def _newest(trainer: Trainer) -> dict[str, dict[str, float]]:
