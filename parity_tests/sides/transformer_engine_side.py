@@ -8,7 +8,7 @@ import transformer_engine.pytorch as te
 from transformer_engine.common import recipe as te_recipe
 
 from parity_tests.scenarios import RECIPES, Scenario
-from parity_tests.sides.base import State, Step, StepInputs, Trajectory
+from parity_tests.sides.base import State, Step
 from parity_tests.sides.torch_side import Casts, Model, TorchSide
 
 # role -> (meta, column of each layer: one layer, or fc1 and fc2)
@@ -30,8 +30,6 @@ class TransformerEngineSide(TorchSide):
         """Says where the library has no such run, or is known to be wrong."""
         if scenario.region == "inner" and scenario.checkpoint == "reentrant":
             return "its forward scales stay 1.0 here (docs/recompute_cases.md)"
-        if scenario.program == "transformer_layer":
-            return "its parameters are laid out by its own options"
         if scenario.schedule and scenario.schedule != "1f1b":
             return "its stashes are a queue: other orders of backwards are wrong"
         return ""
@@ -42,10 +40,6 @@ class TransformerEngineSide(TorchSide):
         values["fp8_format"] = te_recipe.Format[values.get("fp8_format", "HYBRID")]
         return te_recipe.DelayedScaling(**values)
 
-    def run(self, scenario: Scenario, inputs: list[StepInputs]) -> Trajectory:
-        """Runs every step with the prescribed parameters."""
-        return super().run(scenario, inputs)
-
     def casts(self, model: Model) -> Casts | None:
         """Its casts are no operators that could be seen."""
         del model
@@ -53,21 +47,28 @@ class TransformerEngineSide(TorchSide):
     def kept(self, model: Model, step: Step) -> set[str]:
         """Layers whose metadata has a place in the recompute buffer."""
         del step
-        modules = model.modules.items()
-        return {name for name, m in modules if _STASHED in m.fp8_meta}
+        return {
+            layer
+            for name, module in model.modules.items()
+            for layer in _layers(name)
+            if _STASHED in module.fp8_meta
+        }
 
     def states(self, model: Model) -> dict[str, State]:
         """States from its metas; column 2 (the output) is unused."""
         states = {}
         for name, module in model.modules.items():
-            layers = ("fc1", "fc2") if name == "mlp" else (name,)
             for role, (meta, columns) in _COLUMNS.items():
                 if meta not in module.fp8_meta:
                     continue
                 tensors = module.fp8_meta[meta]
-                for layer, column in zip(layers, columns, strict=False):
+                for layer, column in zip(_layers(name), columns, strict=False):
                     states[f"{layer}.{role}"] = State(
                         tensors.scale[column].cpu().numpy().copy(),
                         tensors.amax_history[:, column].cpu().numpy().copy(),
                     )
         return states
+
+
+def _layers(name: str) -> tuple[str, ...]:
+    return ("fc1", "fc2") if name == "mlp" else (name,)
