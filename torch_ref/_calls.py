@@ -123,8 +123,8 @@ class Call:
         first forward, and read, without an observation, in the recompute.
         """
         fp8_dtype = bwd_dtype(self.recipe)
-        if self._reader is not None and self._reader.is_open:
-            q_g = cast(grad, self._next_grad_scale(), fp8_dtype)
+        if self._read is not None and self._reader is not None and self._reader.is_open:
+            q_g = cast(grad, self._next_grad_scale(self._read), fp8_dtype)
         else:
             q_g = cast(grad, self._live("output_grad").scale, fp8_dtype)
             self._observe_grad(q_g)
@@ -144,11 +144,13 @@ class Call:
         self, weight: Tensor, first_microbatch: bool | None
     ) -> Tensor | Quantized:
         """The scale to cast the weight with, or the codes that are kept of it."""
-        scale = self._live("weight").scale
-        if first_microbatch is None:
+        module, scale = self._module(), self._live("weight").scale
+        if module is None or first_microbatch is None:
             return scale
-        cache, name = self._module().weight_cache, f"{self._prefix}weight"
-        if first_microbatch or name not in cache:
+        cache, name = module.weight_cache, f"{self._prefix}weight"
+        # Codes made in inference mode cannot be kept for a backward.
+        stale = name in cache and cache[name].q.is_inference()
+        if first_microbatch or name not in cache or stale:
             q_w = quantize_2d(weight, scale, fwd_dtype(self.recipe), cached=True)
             self._observe("weight", q_w)
             cache[name] = q_w
@@ -174,11 +176,11 @@ class Call:
             slot = Slot(module, f"{self._prefix}output_grad")
             frame.observe(slot, q_g.amax, self.recipe)
 
-    def _next_grad_scale(self) -> Tensor:
-        k, scales = self._grads_read, self._read.grad_scales
+    def _next_grad_scale(self, read: Entry) -> Tensor:
+        k, scales = self._grads_read, read.grad_scales
         if k >= len(scales):
             raise RecomputeMismatchError(
-                f"the recompute runs backward {k} of {self._read} inside the region, "
+                f"the recompute runs backward {k} of {read} inside the region, "
                 f"but its first forward ran {len(scales)} of them. Call "
                 "`torch.autograd.grad` inside the checkpointed function both times; "
                 "with `early_stop=False` it cannot be called there at all"

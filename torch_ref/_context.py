@@ -271,12 +271,11 @@ class RegionRun:
         traceback: TracebackType | None,
     ) -> None:
         del exc, traceback
-        run, frame = _activation.get(), _settings.get().frame
+        run, frame = activations()[0], _settings.get().frame
         outer = _leave()
-        assert run is not None
         _activation.set(run.parent)
         if self._phase is Phase.FORWARD and frame is not None:
-            if exc_type is None:
+            if exc_type is None and outer.frame is not None:
                 outer.frame.merge(frame)
             else:
                 frame.take()
@@ -290,7 +289,7 @@ def backward_frame() -> BackwardFrame:
 
 def _leave() -> Settings:
     """Returns to the settings around the current ones."""
-    outer = _settings.get().outer
+    outer = _settings.get().outer or _OFF
     _settings.set(outer)
     return outer
 

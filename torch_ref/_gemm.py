@@ -177,7 +177,9 @@ def _cublas(
         y = a.new_zeros((m, n), dtype=out_dtype)
         return y if bias is None else y + bias.to(out_dtype)
     # cuBLASLt adds no bias to a float32 result; there the addition rounds once as well.
-    in_epilogue = bias is not None and out_dtype != torch.float32
+    epilogue = None
+    if bias is not None and out_dtype != torch.float32:
+        epilogue = F.pad(bias.to(out_dtype), (0, -n % _ALIGN))
     y = F.scaled_mm(
         _padded(a),
         _padded(b).t(),
@@ -185,11 +187,11 @@ def _cublas(
         F.ScalingType.TensorWise,
         scale_inv_b,
         F.ScalingType.TensorWise,
-        bias=F.pad(bias.to(out_dtype), (0, -n % _ALIGN)) if in_epilogue else None,
+        bias=epilogue,
         output_dtype=out_dtype,
         use_fast_accum=fast,
     )[:m, :n]
-    if bias is not None and not in_epilogue:
+    if bias is not None and epilogue is None:
         y = y + bias
     return y.contiguous()
 
@@ -202,7 +204,7 @@ def _padded(q: Tensor) -> Tensor:
     return F.pad(q.view(torch.uint8), (0, columns, 0, rows)).view(q.dtype)
 
 
-def _autocast_off(device_type: str) -> contextlib.AbstractContextManager[None]:
+def _autocast_off(device_type: str) -> contextlib.AbstractContextManager[Any]:
     if torch.is_autocast_enabled(device_type):
         return torch.autocast(device_type, enabled=False)
     return contextlib.nullcontext()

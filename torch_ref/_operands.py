@@ -72,7 +72,8 @@ def _both_layouts(
     x: Tensor, scale: Scalar, fp8_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Scalar, Scalar, Scalar]:
     if _kernels.is_supported(x):
-        return tuple(_kernels.cast_transpose(x, scale, fp8_dtype))
+        q, q_t, scale_inv, scale, x_amax = _kernels.cast_transpose(x, scale, fp8_dtype)
+        return q, q_t, scale_inv, scale, x_amax
     q, q_t, x_amax = cast_transpose(x, scale, fp8_dtype)
     return q, q_t, scale.reciprocal(), scale.clone(), x_amax
 
@@ -87,8 +88,8 @@ def _fake_one(
 def _fake_both(
     x: Tensor, scale: Scalar, fp8_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Scalar, Scalar, Scalar]:
-    q, *scalars = _fake_one(x, scale, fp8_dtype)
-    return (q, q.new_empty(q.shape[::-1]), *scalars)
+    q, one, two, three = _fake_one(x, scale, fp8_dtype)
+    return q, q.new_empty(q.shape[::-1]), one, two, three
 
 
 def _operator(name: str, function: Callable, fake: Callable, outputs: int) -> Any:

@@ -83,6 +83,7 @@ class checkpoint_policies:  # noqa: N801
             "torch_ref::quantize_cached",
             "torch_ref::cast_transpose",
             "torch_ref::cast_transpose_cached",
+            "torch_ref::act_cast_transpose",
         )
     )
     save_fp8_dots = SaveOperators(("torch_ref::matmul",))

@@ -68,7 +68,7 @@ class Fp8Module(nn.Module):
             TypeError: Something has changed the dtype of the state.
         """
         state = ScalingState(
-            self._buffers[f"{role}_scale"], self._buffers[f"{role}_amax_history"]
+            getattr(self, f"{role}_scale"), getattr(self, f"{role}_amax_history")
         )
         for name, buffer in zip(state._fields, state, strict=True):
             if buffer.dtype != torch.float32:
@@ -96,10 +96,10 @@ class Fp8Module(nn.Module):
     def resize_histories(self, amax_history_len: int) -> None:
         """Gives all histories another length, keeping the newest entries."""
         for role in self._roles():
-            name = f"{role}_amax_history"
-            history = self._buffers[name]
+            history = self.scaling_state(role).amax_history
             if len(history) != amax_history_len:
-                self._buffers[name] = resize_history(history, amax_history_len)
+                resized = resize_history(history, amax_history_len)
+                self._buffers[f"{role}_amax_history"] = resized
 
     def _roles(self) -> list[str]:
         return [
@@ -116,7 +116,7 @@ class Fp8Module(nn.Module):
         before = {role: self.scaling_state(role) for role in self._roles()}
         super()._apply(fn, recurse)
         for role, state in before.items():
-            device = self._buffers[f"{role}_scale"].device
+            device = getattr(self, f"{role}_scale").device
             if state.scale.is_meta and device.type != "meta":
                 state = init_scaling(len(state.amax_history), device)
             self._buffers[f"{role}_scale"] = state.scale.to(device)
@@ -138,7 +138,7 @@ class Fp8Module(nn.Module):
             "capture": None,
         }
 
-    def _load_from_state_dict(
+    def _load_from_state_dict(  # type: ignore[override]
         self, state_dict: dict[str, Any], prefix: str, *args: Any
     ) -> None:
         """Loads; what the file lacks becomes a new state, another length is adapted."""
@@ -161,7 +161,10 @@ class Fp8Module(nn.Module):
         if found == [None, None]:
             return self._new_state(state_dict, prefix, role, length)
         _check_loaded(name, *found)
-        scale, history = (tensor.to(torch.float32) for tensor in found)
+        scale, history = (
+            state_dict[f"{name}_{field}"].to(torch.float32)
+            for field in ScalingState._fields
+        )
         return ScalingState(scale.reshape(()), resize_history(history, length))
 
     def _new_state(

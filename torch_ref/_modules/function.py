@@ -108,14 +108,20 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(  # type: ignore[override]
+        ctx: Any, grad: Tensor
+    ) -> tuple[Tensor | None, ...]:
         q_x_t, x_scale_inv, q_w_t, w_scale_inv = ctx.saved_tensors
         accumulation = ctx.call.recipe.accumulation
         x_dtype, w_dtype, b_dtype = ctx.in_dtypes
         needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
         dx = dw = db = None
-        if needs_dx or needs_dw:
-            q_g = ctx.call.quantize_grad(grad)
+        if needs_db:
+            wide = torch.float64 if accumulation == "exact" else torch.float32
+            db = grad.to(wide).sum(0).to(b_dtype)
+        if not (needs_dx or needs_dw):
+            return None, None, db, None
+        q_g = ctx.call.quantize_grad(grad)
         if needs_dx:
             scale_invs = (q_g.scale_inv, w_scale_inv)
             dx = dgrad(q_g.q, q_w_t, scale_invs, ctx.dtype, accumulation).to(x_dtype)
@@ -123,15 +129,12 @@ class _Linear(torch.autograd.Function):
             scale_invs = (q_g.scale_inv, x_scale_inv)
             q_g_t = q_g.transposed()
             dw = wgrad(q_g_t, q_x_t, scale_invs, ctx.dtype, accumulation).to(w_dtype)
-        if needs_db:
-            wide = torch.float64 if accumulation == "exact" else torch.float32
-            db = grad.to(wide).sum(0).to(b_dtype)
         return dx, dw, db, None
 
 
 def compute_dtype(
     module: torch.nn.Module, x: Tensor, *parameters: Tensor | None
-) -> list[Tensor | None]:
+) -> list[Any]:
     """Input and parameters in the dtype in which the module computes.
 
     Raises:

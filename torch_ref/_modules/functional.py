@@ -43,7 +43,9 @@ class Normalize(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(  # type: ignore[override]
+        ctx: Any, grad: Tensor
+    ) -> tuple[Tensor | None, ...]:
         """Gradients of x, gamma and beta, each rounded once."""
         x, gamma, mean, rstd = ctx.saved_tensors
         wide = x.float() if mean is None else x.float() - mean
@@ -73,7 +75,9 @@ class Activate(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(  # type: ignore[override]
+        ctx: Any, grad: Tensor
+    ) -> tuple[Tensor | None, ...]:
         """The gradient of h in its dtype: float32 leaves it unrounded."""
         (h,) = ctx.saved_tensors
         dh = activation_backward(grad.float(), h.float(), ctx.name)

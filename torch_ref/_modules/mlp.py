@@ -72,6 +72,10 @@ class LayerNormMLP(Fp8Module):
     """
 
     layers: ClassVar[tuple[str, ...]] = ("fc1_", "fc2_")
+    fc1_weight: nn.Parameter
+    fc1_bias: nn.Parameter | None
+    fc2_weight: nn.Parameter
+    fc2_bias: nn.Parameter | None
 
     def __init__(  # noqa: PLR0913
         self,
@@ -143,7 +147,7 @@ class LayerNormMLP(Fp8Module):
             y, normed = self._fp8(x, gamma, beta, bias2, is_first_microbatch)
         else:
             normed = x
-            if gamma is not None:
+            if gamma is not None and self.normalization is not None:
                 normed = normalization(x, gamma, beta, self.eps, self.normalization)
             h = nn.functional.linear(normed, self.fc1_weight, self.fc1_bias)
             a = activation(h, self.activation)

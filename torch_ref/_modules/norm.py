@@ -35,6 +35,7 @@ class LayerNorm(nn.Module):
     """
 
     kind = "LayerNorm"
+    weight: nn.Parameter
 
     def __init__(
         self,
