@@ -23,8 +23,8 @@ _STASHED = "global_fp8_buffer_pos_fwd_recompute"
 class TransformerEngineSide(TorchSide):
     """Runs a scenario with the installed transformer_engine."""
 
-    def __init__(self) -> None:
-        super().__init__("cuda", te)
+    def __init__(self, device: str = "cuda") -> None:
+        super().__init__(device, te)
 
     def refuses(self, scenario: Scenario) -> str:
         """Says where the library has no such run, or is known to be wrong."""
