@@ -36,6 +36,7 @@ class Pending:
     x: torch.Tensor
     y: torch.Tensor
     plain: Value
+    node: Node
 
 
 def snapshot(plain: Plain) -> list:
@@ -97,10 +98,10 @@ class TorchMachine(RuleBasedStateMachine):
         x = torch.from_numpy(array(data)).requires_grad_(needs_grad)
         result = self.both(node, x)
         if result and result[0].requires_grad:
-            self.pending.append(Pending(x, *result))
+            self.pending.append(Pending(x, *result, node))
 
     @rule(
-        node=program.programs(),
+        node=program.regions(),
         data=st.lists(program.data(), min_size=2, max_size=4),
         order=st.lists(st.integers(0, 7), min_size=1, max_size=4),
     )
@@ -133,6 +134,7 @@ class TorchMachine(RuleBasedStateMachine):
         """One outermost backward over one or two pending outputs."""
         which = sorted({i % len(self.pending) for i in which})
         chosen = [self.pending[i] for i in which]
+        retain &= not any(program.one_backward_only(p.node) for p in chosen)
         grads = []
         for p in chosen:
             data = dataclasses.replace(data, rows=len(p.y), seed=data.seed + 1)

@@ -124,22 +124,28 @@ def _branch(inner: st.SearchStrategy[Node]) -> st.SearchStrategy[Node]:
     return st.one_of(seq, seq, on, on, ckpt, ckpt, ckpt, res, rare)
 
 
-def _documented(node: Node) -> bool:
-    """False for two limits of torch's own checkpoints.
+def documented(node: Node) -> bool:
+    """False for three limits of torch's own checkpoints.
 
     Phase 1 of a reentrant region hides a `no_grad`. A backward inside a non-reentrant
-    region recomputes it while its forward is open, to the end without early stop.
+    region recomputes it while its forward is open, to the end without early stop, and
+    uses up what selective checkpointing has kept.
     """
-    hidden = {"reentrant": NoGrad, "no_early_stop": Inner}
+    hidden = {"reentrant": NoGrad, "no_early_stop": Inner, "selective": Inner}
     return not any(
         isinstance(n, Ckpt) and n.kind in hidden and has(n, hidden[n.kind])
         for n in walk(node)
     )
 
 
+def one_backward_only(node: Node) -> bool:
+    """Selective checkpointing allows a single backward (torch's rule)."""
+    return any(getattr(n, "kind", "") == "selective" for n in walk(node))
+
+
 def programs(max_leaves: int = 8) -> st.SearchStrategy[Node]:
     """Trees without failures."""
-    return st.recursive(_leaf(), _branch, max_leaves=max_leaves).filter(_documented)
+    return st.recursive(_leaf(), _branch, max_leaves=max_leaves).filter(documented)
 
 
 def translatable() -> st.SearchStrategy[Node]:
@@ -148,13 +154,19 @@ def translatable() -> st.SearchStrategy[Node]:
     return programs(6).filter(lambda n: not has(n, *torch_only))
 
 
+def regions() -> st.SearchStrategy[Node]:
+    """A checkpoint around FP8, for schedules of micro-batches."""
+    body = programs(4).map(lambda n: Seq((Lin(0), n)))
+    return st.builds(Ckpt, st.sampled_from(KINDS), body).filter(documented)
+
+
 def failing_programs() -> st.SearchStrategy[Node]:
     """Trees that raise somewhere, in the forward or in a recompute."""
     failure = st.builds(Raise, st.sampled_from(("forward", "recompute")))
     leaf = st.one_of(_leaf(), _leaf(), failure)
     trees = st.recursive(leaf, _branch, max_leaves=6)
     # A backward inside a torch checkpoint already recomputes it in its own forward.
-    wanted = lambda n: has(n, Raise) and not has(n, Inner) and _documented(n)
+    wanted = lambda n: has(n, Raise) and not has(n, Inner) and documented(n)
     return trees.filter(wanted)
 
 

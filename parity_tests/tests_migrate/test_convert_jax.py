@@ -58,7 +58,8 @@ class Net(nn.Module):
 
 def equal(a, b):
     assert jax.tree.structure(a) == jax.tree.structure(b)
-    jax.tree.map(np.testing.assert_array_equal, a, b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_array_equal(x, y, strict=True)
 
 
 def layers(variables):
