@@ -144,6 +144,30 @@ def test_a_resumed_run_is_the_run(request, torch_runs, tmp_path, run):
     assert losses[0] == losses[1]
 
 
+@slow
+@pytest.mark.bitwise
+@pytest.mark.usefixtures("promotion")
+def test_no_policy_changes_a_bit(corpus):
+    from lm.config import PRESETS, Mode, ModelConfig, Policy
+    from lm.data import train_batch
+    from lm.run_jax import JaxTrainer
+
+    model = ModelConfig(depth=1, width=32, heads=2, context=32)
+    config = dataclasses.replace(PRESETS["tiny"], model=model, stages=1)
+
+    def digests(mode, policy=Policy.FULL):
+        trainer = JaxTrainer(config, mode, policy)
+        for step in range(3):
+            tokens = train_batch(corpus, batch=4, context=32, seed=0, step=step)
+            trainer.step(tokens, 1e-3)
+        return trainer.digests()
+
+    plain = digests(Mode.FP8)
+    assert plain != digests(Mode.BF16)
+    for policy in Policy:
+        assert digests(Mode.FP8_REMAT, policy) == plain, policy
+
+
 def test_resume_refuses_another_run(torch_runs):
     from lm.config import PRESETS
     from lm.records import Run
