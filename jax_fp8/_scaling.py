@@ -11,12 +11,11 @@ which XLA on CPU treats as 0 in float arithmetic.
 from __future__ import annotations
 
 import flax.struct
-import jax
 import jax.numpy as jnp
 from jax import lax
 
 from ._recipe import DelayedScaling
-from ._typing import Array, History, Scalar
+from ._typing import Array, History, Leaf, Scalar
 
 _F32_MAX = float(jnp.finfo(jnp.float32).max)
 _F32_TINY = float(jnp.finfo(jnp.float32).tiny)
@@ -34,9 +33,8 @@ class ScalingState:
             last entry the newest finished step (the layout of transformer_engine).
     """
 
-    # Plain arrays: shape-annotated fields fail under vmap, stacking and eval_shape.
-    scale: jax.Array
-    amax_history: jax.Array
+    scale: Leaf
+    amax_history: Leaf
 
 
 def init_scaling(amax_history_len: int) -> ScalingState:

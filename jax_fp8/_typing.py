@@ -8,7 +8,7 @@ stands for any number of such axes and `()` for a scalar.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import numpy as np
@@ -26,3 +26,10 @@ AnyFloat: TypeAlias = Float[Array, "..."]
 DType: TypeAlias = Any
 Variables: TypeAlias = Mapping[str, Any]
 Path: TypeAlias = tuple[str, ...]
+
+# A field of a state. JAX rebuilds states from tracers, constants, None and specs of
+# shape, so only a type checker that reads the code may hold it to be an array.
+if TYPE_CHECKING:
+    Leaf: TypeAlias = jax.Array
+else:
+    Leaf: TypeAlias = Any
