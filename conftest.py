@@ -3,6 +3,7 @@
 import importlib.util
 
 import jax
+import jaxtyping
 import pytest
 
 # Files that import what only some machines have; doctest collection imports each file.
@@ -35,3 +36,11 @@ def pytest_collection_modifyitems(items):
     if gpu and (reason := _gpu_reason()):
         for item in gpu:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture
+def unhooked():
+    """Switches the type hook off: a user's mistake must meet our own error."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)

@@ -60,6 +60,7 @@ def test_another_thread_sees_the_default():
     assert seen == [False]
 
 
+@pytest.mark.usefixtures("unhooked")
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [

@@ -104,6 +104,7 @@ def test_dequantize_inverts_to_half_a_step():
     np.testing.assert_allclose(np.asarray(back, np.float32), x, rtol=2**-4, atol=2**-9)
 
 
+@pytest.mark.usefixtures("unhooked")
 def test_wrong_dtypes_say_what_is_expected():
     with pytest.raises(TypeError, match=r"expected jnp\.float8_e4m3fn"):
         fp8.quantize(jnp.ones(2), jnp.float32(1), jnp.float8_e4m3b11fnuz)
