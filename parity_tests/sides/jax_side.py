@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_fp8 as fp8
-from parity_tests.scenarios import RECIPES, Scenario
+from parity_tests.scenarios import Scenario
 from parity_tests.sides.base import (
     Array,
     CodeKey,
@@ -25,21 +22,12 @@ from parity_tests.sides.base import (
 )
 from parity_tests.sides.jax_fused import FusedRun
 from parity_tests.sides.jax_layer import LayerRun
-from parity_tests.sides.jax_model import DTYPES, TwoLayer, codes_of, jit, to_numpy
+from parity_tests.sides.jax_model import codes_of, to_numpy
+from parity_tests.sides.jax_programs import Programs, recipe_of
 from parity_tests.sides.reference_side import gather
 
 _FP8 = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
 _ROLES = {"input": "input", "weight": "kernel", "output_grad": "output_grad"}
-_COLLECTIONS = [*fp8.COLLECTIONS, "intermediates"]
-
-
-def recipe_of(scenario: Scenario, device: str) -> fp8.DelayedScaling:
-    """The scenario's recipe."""
-    values = dict(RECIPES[scenario.recipe])
-    if "fp8_format" in values:
-        values["fp8_format"] = fp8.Format[values["fp8_format"]]
-    exact = "exact" if device == "cpu" else scenario.accumulation
-    return fp8.DelayedScaling(**values, accumulation=exact)
 
 
 class JaxSide:
@@ -87,80 +75,6 @@ class JaxSide:
         return self._programs[key]
 
 
-class Programs:
-    """The jitted programs of one structure."""
-
-    def __init__(
-        self, scenario: Scenario, recipe: fp8.DelayedScaling, inputs: StepInputs
-    ) -> None:
-        self.recipe = recipe
-        self.region = scenario.region
-        self.remat = scenario.remat
-        hidden, features = inputs.params["W1"].shape
-        one = scenario.program == "one_layer"
-        kind = TwoLayer
-        if scenario.remat not in ("no", "tickets"):
-            policy = None
-            if scenario.remat != "full":
-                policy = getattr(fp8.checkpoint_policies, scenario.remat)
-            kind = fp8.remat(TwoLayer, policy=policy)
-        self.model = functools.partial(
-            kind, hidden=hidden, features=features, region=scenario.region,
-            precision=scenario.precision, recipe=recipe, activation=not one,
-        )  # fmt: skip
-        stages = {None: ("l1",) if one else ("l1", "l2"), 0: ("l1",), 1: ("l2",)}
-        self.layers: dict[int | None, tuple[str, ...]] = stages
-        self.dtype = DTYPES[scenario.precision]
-        self.micro = jit(self._micro)
-        self.forward = jit(self._forward, static_argnums=0)
-        self.backward = jit(self._backward, static_argnums=0)
-        self.update = jax.jit(functools.partial(fp8.update_scaling, recipe=recipe))
-
-    def init(self, x: jax.Array, tokens: Any) -> dict[str, Any]:
-        """The state before step 0; the parameters are thrown away."""
-        model = self.model(layers=self.layers[None])
-        # Under jit, the layers that `init` runs through are dead code.
-        state = jax.jit(lambda *args: model.init(*args)["fp8_scaling"])
-        with fp8.autocast(recipe=self.recipe):
-            return {"fp8_scaling": state(jax.random.key(0), x, tokens)}
-
-    def _outer(self) -> contextlib.AbstractContextManager[None]:
-        outer = self.region in ("plain", "outer")
-        return fp8.autocast(recipe=self.recipe) if outer else contextlib.nullcontext()
-
-    def _micro(self, variables: Any, x: jax.Array, g: jax.Array, tokens: Any) -> Any:
-        """Forward and backward in one program; `dx` and tokens count as parameters."""
-
-        def loss_fn(variables: Any) -> Any:
-            wanted = variables["params"]
-            with self._outer():
-                y, updates = self.model(layers=self.layers[None]).apply(
-                    {**variables, "params": wanted["model"]},
-                    wanted["x"], wanted["tokens"], mutable=_COLLECTIONS,
-                )  # fmt: skip
-            loss = jnp.sum(y.astype(jnp.float32) * g.astype(jnp.float32))
-            return loss, (updates, (y, dict(updates)))
-
-        wanted = {"model": variables["params"], "x": x, "tokens": tokens}
-        grad = fp8.value_and_grad(loss_fn, has_aux=True)
-        (_, (y, seen)), grads, updates = grad({**variables, "params": wanted})
-        updates = {"fp8_scaling": updates["fp8_scaling"]}
-        return y, seen, grads, updates
-
-    def _stage(self, stage: int | None) -> Callable[..., Any]:
-        model = self.model(layers=self.layers[stage])
-        return lambda v, x, tokens: model.apply(v, x, tokens, mutable=_COLLECTIONS)
-
-    def _forward(self, stage: int | None, variables: Any, x: Any, tokens: Any) -> Any:
-        with self._outer():
-            return fp8.region_forward(self._stage(stage), variables, x, tokens)
-
-    def _backward(
-        self, stage: int | None, variables: Any, ticket: fp8.Ticket, g: Any
-    ) -> Any:
-        return fp8.region_backward(self._stage(stage), variables, ticket, g)
-
-
 class Run:
     """One run: the state that moves, and what each event leaves."""
 
@@ -172,6 +86,8 @@ class Run:
         self.grad_dtype = _FP8["e5m2" if hybrid else "e4m3"]
         self.tokens = self._tokens(inputs)
         self.variables = programs.init(self._array(inputs.x[0]), self.tokens)
+        # What the micro-batches of a step have observed, where they share an update.
+        self.observed: dict[str, Any] = {}
 
     def _array(self, x: Array) -> jax.Array:
         return jnp.asarray(x, self.programs.dtype)
@@ -204,19 +120,19 @@ class Run:
                 # step, in the order of the backwards.
                 self._micro(event)
         if self.scenario.one_update:
-            self._end(self.updates)
-            del self.updates
+            self._end(self.observed)
+            self.observed = {}
         self.now.results = gather(self.out, self.scenario)
         self.now.states = {
-            f"{layer}.{role}": State(*map(np.asarray, self._state(layer, theirs)))
+            f"{layer}.{role}": State(*map(np.asarray, self._state(layer, own)))
             for layer in self.programs.layers[None]
-            for role, theirs in _ROLES.items()
+            for role, own in _ROLES.items()
         }
         return self.now
 
-    def _state(self, layer: str, role: str, variables: Any = None) -> fp8.ScalingState:
+    def _state(self, layer: str, role: str, variables: Any = None) -> State:
         state = (variables or self.variables)["fp8_scaling"][layer][role]
-        return state.scale, state.amax_history
+        return State(state.scale, state.amax_history)
 
     def _end(self, updates: Any) -> None:
         params = self.variables["params"]
@@ -226,9 +142,7 @@ class Run:
     def _micro(self, event: Event) -> None:
         i = event.micro
         x, g = self._array(self.inputs.x[i]), self._array(self.inputs.g[i])
-        before = dict(self.variables)
-        if self.scenario.one_update:
-            before |= getattr(self, "updates", {})
+        before = self.variables | self.observed
         y, seen, grads, updates = self.programs.micro(before, x, g, self.tokens)
         self.out.setdefault("y", {})[i] = to_numpy(y)
         self.out.setdefault("dx", {})[i] = to_numpy(grads["x"])
@@ -236,7 +150,7 @@ class Run:
         self._forward_codes(seen, updates, i)
         self._backward_codes(seen.get("fp8_recompute", {}), grads["tokens"], updates, i)
         if self.scenario.one_update:
-            self.updates = updates
+            self.observed = updates
         else:
             self._end(updates)
 
@@ -282,19 +196,18 @@ class Run:
     def _forward_codes(self, seen: Any, updates: Any, micro: int) -> None:
         for name, (x,) in seen["intermediates"].items():
             layer = name.removesuffix("_input")
-            if self._state(layer, "input", updates)[1][0] == 0:
+            if self._state(layer, "input", updates).amax_history[0] == 0:
                 continue  # ran without FP8: observed nothing
             for role, tensor in (("input", x), ("weight", self._kernel(layer))):
-                scale = self._state(layer, _ROLES[role])[0]
+                scale = self._state(layer, _ROLES[role]).scale
                 self._cast(CodeKey(layer, role, "forward", micro), tensor, scale)
 
     def _backward_codes(
         self, kept: Any, d_tokens: Any, updates: Any, micro: int
     ) -> None:
         for layer, tokens in d_tokens.items():
-            scale, history = self._state(layer, "output_grad", updates)
-            if history[0] != 0:
-                scale = self._state(layer, "output_grad")[0]
+            if self._state(layer, "output_grad", updates).amax_history[0] != 0:
+                scale = self._state(layer, "output_grad").scale
                 key = CodeKey(layer, "output_grad", "backward", micro)
                 self._cast(key, tokens["output_grad"], scale)
             entry = kept.get(layer, {})
