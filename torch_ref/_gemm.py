@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F  # noqa: N812
 
+from ._operators import operator
 from ._quantize import E5M2, check_fp8_dtype
 from ._recipe import Accumulation
 from ._typing import Scalar, Tensor
@@ -151,16 +152,13 @@ def _fake(a: Tensor, b: Tensor, *args: Any) -> Tensor:
     return a.new_empty((a.shape[0], b.shape[0]), dtype=args[3])
 
 
-torch.library.define(
-    "torch_ref::matmul",
+_matmul = operator(
+    "matmul",
     "(Tensor a, Tensor b, Tensor scale_inv_a, Tensor scale_inv_b, Tensor? bias, "
     "ScalarType out_dtype, bool exact, bool fast) -> Tensor",
+    _emulated_or_native,
+    _fake,
 )
-torch.library.impl(
-    "torch_ref::matmul", "CompositeExplicitAutograd", _emulated_or_native
-)
-torch.library.register_fake("torch_ref::matmul", _fake)
-_matmul = torch.ops.torch_ref.matmul.default
 
 
 def _cublas(

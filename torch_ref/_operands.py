@@ -7,12 +7,12 @@ it: `MUST_SAVE` keeps the FP8 codes, one byte per element, and recomputes the re
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from . import _kernels
+from ._operators import operator
 from ._quantize import amax, cast_transpose, quantize
 from ._typing import Scalar, Tensor
 
@@ -92,19 +92,12 @@ def _fake_both(
     return q, q.new_empty(q.shape[::-1]), one, two, three
 
 
-def _operator(name: str, function: Callable, fake: Callable, outputs: int) -> Any:
-    """Defines an operator; `custom_op` would add 10 microseconds to every call."""
-    returns = ", ".join(["Tensor"] * outputs)
-    schema = f"(Tensor x, Tensor scale, ScalarType fp8_dtype) -> ({returns})"
-    torch.library.define(f"torch_ref::{name}", schema)
-    torch.library.impl(f"torch_ref::{name}", "CompositeExplicitAutograd", function)
-    torch.library.register_fake(f"torch_ref::{name}", fake)
-    return getattr(torch.ops.torch_ref, name).default
-
-
-_quantize = _operator("quantize", _one_layout, _fake_one, 4)
-_quantize_cached = _operator("quantize_cached", _one_layout, _fake_one, 4)
-_cast_transpose = _operator("cast_transpose", _both_layouts, _fake_both, 5)
-_cast_transpose_cached = _operator(
-    "cast_transpose_cached", _both_layouts, _fake_both, 5
+_CAST = "(Tensor x, Tensor scale, ScalarType fp8_dtype)"
+_ONE = f"{_CAST} -> (Tensor, Tensor, Tensor, Tensor)"
+_BOTH = f"{_CAST} -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+_quantize = operator("quantize", _ONE, _one_layout, _fake_one)
+_quantize_cached = operator("quantize_cached", _ONE, _one_layout, _fake_one)
+_cast_transpose = operator("cast_transpose", _BOTH, _both_layouts, _fake_both)
+_cast_transpose_cached = operator(
+    "cast_transpose_cached", _BOTH, _both_layouts, _fake_both
 )

@@ -9,14 +9,13 @@ Python loop over them would cost more than the step's bookkeeping.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
-from jaxtyping import Float32
 
+from ._operators import operator
 from ._recipe import AmaxComputeAlgo, DelayedScaling
-from ._typing import Histories, History, Scalar, Scalars, Tensor
+from ._typing import Histories, History, ResizedHistory, Scalar, Scalars, Tensor
 
 _F32 = torch.finfo(torch.float32)
 
@@ -100,9 +99,7 @@ def update(state: ScalingState, recipe: DelayedScaling, fp8_max: float) -> Scali
     return ScalingState(scales[0], histories[0])
 
 
-def resize_history(
-    history: History, amax_history_len: int
-) -> Float32[Tensor, {amax_history_len}]:
+def resize_history(history: History, amax_history_len: int) -> ResizedHistory:
     """Returns a history of another length; the newest entries and the slot survive.
 
     >>> resize_history(torch.tensor([0.0, 1.0, 2.0, 3.0]), 3)
@@ -140,13 +137,6 @@ def update_(
         _update_op(scales, histories, amaxes, positions, fp8_max, recipe.margin, algo)
 
 
-def operator(name: str, schema: str, function: Callable[..., Any]) -> Any:
-    """Defines `torch_ref::<name>`; `custom_op` would add to every call some time."""
-    torch.library.define(f"torch_ref::{name}", schema)
-    torch.library.impl(f"torch_ref::{name}", "CompositeExplicitAutograd", function)
-    return getattr(torch.ops.torch_ref, name).default
-
-
 def _running_max(amaxes: list[Tensor], positions: list[int], size: int) -> Scalars:
     """The vector `[size]` whose entry p is the maximum of the amaxes at position p."""
     # No index tensor: its copy from the host would wait for the device.
@@ -177,24 +167,15 @@ running_max = operator(
     "running_max",
     "(Tensor[] amaxes, int[] positions, int size) -> Tensor",
     _running_max,
+    lambda amaxes, positions, size: amaxes[0].new_empty(size),  # noqa: ARG005
 )
 _update_op = operator(
     "update",
     "(Tensor(a!)[] scales, Tensor(b!)[] histories, Tensor amaxes, int[] positions, "
     "float[] fp8_max, int margin, str amax_compute_algo) -> ()",
     _update,
+    lambda *_: None,
 )
-
-
-@torch.library.register_fake("torch_ref::running_max")
-def _(amaxes: list[Tensor], positions: list[int], size: int) -> Scalars:
-    del positions
-    return amaxes[0].new_empty(size)
-
-
-@torch.library.register_fake("torch_ref::update")
-def _(*args: object) -> None:
-    del args
 
 
 def _write(

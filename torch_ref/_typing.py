@@ -15,6 +15,7 @@ from jaxtyping import Float, Float32, UInt8
 Tensor: TypeAlias = torch.Tensor
 Scalar: TypeAlias = Float32[Tensor, ""]
 History: TypeAlias = Float32[Tensor, "h"]
+ResizedHistory: TypeAlias = Float32[Tensor, "{amax_history_len}"]
 Scalars: TypeAlias = Float32[Tensor, "t"]
 Histories: TypeAlias = Float32[Tensor, "t h"]
 Codes: TypeAlias = UInt8[Tensor, "..."]

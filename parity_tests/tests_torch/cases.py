@@ -658,3 +658,15 @@ def saved_and_loaded(run):
             model.load_state_dict(torch.load(file, weights_only=True), strict=True)
         y.backward(cotangent(k, gain))
         run.end_step(x, y)
+
+
+@case("two modules that share one weight")
+def tied(run):
+    first, second = run.linear(1), run.linear(2)
+    second.weight = first.weight
+    for k, gain in enumerate(GAINS):
+        x = batch(k, gain)
+        with fp8():
+            y = run.ck(second, torch.tanh(run.ck(first, x)))
+        y.backward(cotangent(k, gain))
+        run.end_step(x, y)

@@ -65,6 +65,51 @@ def test_probes_of_the_seed(reentrant):
     assert not te.is_fp8_enabled()
 
 
+@BOTH
+def test_what_a_region_keeps(reentrant, monkeypatch):
+    """One entry per FP8 call, none for layers outside FP8; codes equal in both runs."""
+    from torch_ref import _context, _operands
+
+    regions, casts = [], []
+    new_region, quantize = _context.new_region, _operands.quantize
+
+    def kept(**options):
+        regions.append(new_region(**options))
+        return regions[-1]
+
+    def seen(*args):
+        casts.append(quantize(*args))
+        return casts[-1]
+
+    monkeypatch.setattr(_operands, "quantize", seen)
+    monkeypatch.setattr("torch_ref._regions.new_region", kept)
+    first, second = layer(1), layer(2)
+
+    def body(x, *, inside):
+        x = first(x)
+        with fp8(enabled=inside):
+            return torch.tanh(second(x))
+
+    x = batch(0)
+    te.checkpoint(body, x, inside=False, use_reentrant=reentrant).sum().backward()
+    assert [region.entries for region in regions] == [[]]
+    assert casts == []
+    y = te.checkpoint(body, x, inside=True, use_reentrant=reentrant)
+    (entry,) = regions[-1].entries
+    assert entry.is_of(second, "")
+    with fp8():
+        second(100 * x.detach())
+    assert entry.input_scale == 1
+    assert second.input_scale != 1
+    del casts[2:]
+    y.sum().backward()
+    forward, recompute = casts[:2], casts[2:4]
+    for a, b in zip(forward, recompute, strict=True):
+        assert torch.equal(te.codes(a), te.codes(b))
+    del y
+    assert len(regions[-1].entries) == 1
+
+
 def test_queries_outside():
     assert not te.is_fp8_enabled()
     with fp8():

@@ -200,7 +200,8 @@ def test_inf_holds_the_scale_for_h_uses_and_nan_is_ignored():
         values.append(module.input_scale.item())
         with fp8():
             module(constant(8.0))
-    assert values[:3] == 3 * [held.item()]
+    # Exactly as many uses as the history is long.
+    assert values == 4 * [held.item()]
     assert module.input_scale == scale_of(8.0)
     nan = constant(2.0).detach()
     nan[0, 0] = math.nan
@@ -496,3 +497,99 @@ def test_the_region_keeps_the_codes_it_used():
         y.backward(cotangent(0))
         results.append(x.grad)
     assert torch.equal(*results)
+
+
+def test_codes_of_inference_mode_are_not_kept_for_training():
+    module = linear()
+    with torch.inference_mode(), fp8():
+        module(constant(1.0).detach(), is_first_microbatch=True)
+    with fp8():
+        y = module(constant(1.0), is_first_microbatch=False)
+    y.sum().backward()
+    assert module.weight.grad is not None
+
+
+def test_the_weight_is_cast_once_for_all_micro_batches(monkeypatch):
+    from torch_ref import _operands
+
+    shapes, original = [], _operands.quantize
+
+    def counted(x, *args):
+        shapes.append(tuple(x.shape))
+        return original(x, *args)
+
+    monkeypatch.setattr(_operands, "quantize", counted)
+    module = linear()
+    for k in range(4):
+        with fp8():
+            te.checkpoint(module, constant(1.0), k == 0, use_reentrant=True)
+    assert shapes.count((WIDTH, WIDTH)) == 1
+    assert shapes.count((4, WIDTH)) == 4
+
+
+def fp16_step(module, overflow, **options):
+    x = constant(1.0, dtype=torch.float16)
+    with fp8():
+        y = module(x)
+    gradient = torch.full_like(y, math.inf if overflow else 2.0)
+    with te.skip_update(module, **options):
+        y.backward(gradient)
+
+
+def test_a_skipped_step_leaves_no_gradient_amax():
+    module, plain = (linear(params_dtype=torch.float16) for _ in range(2))
+    fp16_step(module, overflow=False)
+    assert module.output_grad_amax_history.tolist() == [0, 0, 0, 2]
+    before = {n: b for n, b in snapshot(module).items() if n.startswith("output_grad")}
+    fp16_step(module, overflow=True)
+    assert unchanged_subset(module, before)
+    fp16_step(module, overflow=True, found_inf=lambda: torch.tensor(True))
+    fp16_step(module, overflow=False, found_inf=lambda: True)
+    assert unchanged_subset(module, before)
+    fp16_step(module, overflow=False, found_inf=lambda: torch.tensor([0.0]))
+    assert module.output_grad_amax_history.tolist() == [0, 0, 2, 2]
+    # Without the helper one overflow holds the scale for the length of the history.
+    with fp8():
+        y = plain(constant(1.0, dtype=torch.float16))
+    y.backward(torch.full_like(y, math.inf))
+    assert plain.output_grad_amax_history[-1] == math.inf
+
+
+def unchanged_subset(module, before):
+    after = dict(module.named_buffers())
+    return all(torch.equal(after[n], b) for n, b in before.items())
+
+
+def test_skip_update_drops_on_errors_and_holds_nothing_afterwards():
+    module, other = linear(), linear()
+    with fp8():
+        y, z = module(constant(1.0)), other(constant(1.0))
+    before = snapshot(module)
+
+    def fails():
+        with te.skip_update(module):
+            y.backward(torch.ones_like(y))
+            z.backward(torch.ones_like(z))
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fails()
+    assert unchanged(module, before)
+    # A model that was not named is not held.
+    assert other.output_grad_scale == 57344
+    assert module.gradient_hold is None
+    with te.skip_update(module):
+        pass
+
+
+def test_the_registry_holds_living_modules_only():
+    import gc
+
+    from torch_ref import _engine
+
+    module = linear()
+    assert any(m is module for m in _engine.registered_modules())
+    count = len(_engine.registered_modules())
+    del module
+    gc.collect()
+    assert len(_engine.registered_modules()) < count

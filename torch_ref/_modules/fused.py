@@ -17,12 +17,12 @@ from torch_ref import _kernels
 from torch_ref._calls import Call
 from torch_ref._gemm import dgrad, fprop, wgrad
 from torch_ref._operands import Quantized
+from torch_ref._operators import operator
 from torch_ref._quantize import amax, cast_transpose
-from torch_ref._scaling import operator
 from torch_ref._typing import Scalar, Tensor
 
 from .function import Layer, apply
-from .functional import activation, activation_backward
+from .functional import GATED, activation, activation_backward
 
 Parameters = tuple[Tensor, Tensor | None, Tensor, Tensor | None]
 
@@ -161,15 +161,35 @@ def _reference(
     return q, q_t, scale.reciprocal(), scale.clone(), amax(v)
 
 
+def _fake_activation(
+    h: Tensor, scale: Scalar, fp8_dtype: torch.dtype, name: str
+) -> tuple[Tensor, ...]:
+    columns = h.shape[1] // 2 if name in GATED else h.shape[1]
+    q = h.new_empty((h.shape[0], columns), dtype=fp8_dtype)
+    scalars = (torch.empty_like(scale) for _ in range(3))
+    return q, q.new_empty(q.shape[::-1]), *scalars
+
+
+def _fake_gradient(
+    g: Tensor, h: Tensor, scale: Scalar, fp8_dtype: torch.dtype, *options: Any
+) -> tuple[Tensor, ...]:
+    q = torch.empty_like(h, dtype=fp8_dtype)
+    scalars = (torch.empty_like(scale) for _ in range(3))
+    sums = g.new_empty(h.shape[1] if options[1] else 0, dtype=torch.float32)
+    return q, q.new_empty(q.shape[::-1]), *scalars, sums
+
+
 _act_cast_transpose = operator(
     "act_cast_transpose",
     "(Tensor h, Tensor scale, ScalarType fp8_dtype, str name) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _quantized_activation,
+    _fake_activation,
 )
 _dact_cast_transpose = operator(
     "dact_cast_transpose",
     "(Tensor g, Tensor h, Tensor scale, ScalarType fp8_dtype, str name, bool sums) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _quantized_gradient,
+    _fake_gradient,
 )
