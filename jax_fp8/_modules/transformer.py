@@ -46,12 +46,14 @@ class SelfAttention(nn.Module):
         )(inputs)
         heads = lambda v: v.reshape(*v.shape[:-1], self.num_heads, -1)
         query, key, value = (heads(v) for v in jnp.split(qkv, 3, axis=-1))
-        if self.dropout and not deterministic:
-            context = self._dropout_attention(query, key, value, mask)
-        else:
-            context = jax.nn.dot_product_attention(
-                query, key, value, mask=mask, is_causal=self.causal
-            )
+        # The softmax of both mixes BF16 and float32.
+        with jax.numpy_dtype_promotion("standard"):
+            if self.dropout and not deterministic:
+                context = self._dropout_attention(query, key, value, mask)
+            else:
+                context = jax.nn.dot_product_attention(
+                    query, key, value, mask=mask, is_causal=self.causal
+                )
         context = context.reshape(inputs.shape)
         return Dense(width, name="proj", **self.options)(context)
 
