@@ -1,4 +1,4 @@
-"""Is FP8 really used, and what every FP8 tensor's state says."""
+"""scaling_report: what every FP8 tensor's state says, and what looks wrong."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import _context
-from ._errors import FP8StateError
-from ._modules.base import Fp8Module
-from ._recipe import DelayedScaling
-from ._training import fp8_modules
-from ._typing import Tensor
+from torch_ref._errors import FP8StateError
+from torch_ref._modules.base import Fp8Module
+from torch_ref._recipe import DelayedScaling
+from torch_ref._training import fp8_modules
+from torch_ref._typing import Tensor
 
 Operands = dict[str, list[Tensor]]
 
@@ -190,58 +189,6 @@ def capture_operands(model: nn.Module) -> Iterator[Operands]:
             module.capture = None
 
 
-@contextlib.contextmanager
-def assert_fp8_used(model: nn.Module, *, native: bool = False) -> Iterator[None]:
-    """Fails if FP8 modules of a model run inside the block, but not in FP8.
-
-    Args:
-        model: Any module.
-        native: Also demand a GPU that multiplies FP8; elsewhere it is emulated.
-
-    Raises:
-        AssertionError: A module ran in high precision, or none ran at all.
-        ValueError: `model` holds no FP8 module.
-
-    >>> import torch, torch_ref as te
-    >>> layer = te.Linear(2, 2)
-    >>> with te.assert_fp8_used(layer), te.autocast():
-    ...     y = layer(torch.ones(1, 2))
-    >>> with te.assert_fp8_used(layer):
-    ...     y = layer(torch.ones(1, 2))
-    Traceback (most recent call last):
-    ...
-    AssertionError: 1 of 1 FP8 calls ran in high precision: Linear. Open `autocast` \
-around the call
-    """
-    fp8_modules(model)
-    calls: list[tuple[str, bool]] = []
-    hooks = []
-    for name, module in model.named_modules():
-        if isinstance(module, Fp8Module):
-            label = name or type(module).__name__
-
-            def hook(_: Any, inputs: tuple[Tensor, ...], label: str = label) -> None:
-                on = _context.is_fp8_enabled() and (not native or _is_native(inputs))
-                calls.append((label, on))
-
-            hooks.append(module.register_forward_pre_hook(hook))
-    try:
-        yield
-    finally:
-        for handle in hooks:
-            handle.remove()
-    wrong = sorted({name for name, on in calls if not on})
-    if wrong:
-        count = sum(not on for _, on in calls)
-        raise AssertionError(
-            f"{count} of {len(calls)} FP8 calls ran in high precision: "
-            f"{', '.join(wrong)}. Open `autocast` around the call"
-            + (" on a GPU of compute capability 8.9 or more" if native else "")
-        )
-    if not calls:
-        raise AssertionError("no FP8 module of the model ran inside the block")
-
-
 class _Capture:
     """Where a module puts what it quantises."""
 
@@ -250,11 +197,6 @@ class _Capture:
 
     def __call__(self, role: str, tensor: Tensor) -> None:
         self._operands.setdefault(self._prefix + role, []).append(tensor.detach())
-
-
-def _is_native(inputs: tuple[Tensor, ...]) -> bool:
-    device = inputs[0].device
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def _weights(state: Mapping[str, Any], name: str) -> list[Tensor]:
