@@ -7,7 +7,7 @@ import pytest
 
 from parity_tests.compare import check_alone, compare, rel_rms
 from parity_tests.inputs import step_inputs
-from parity_tests.scenarios import Scenario
+from parity_tests.scenarios import Scenario, curated
 from parity_tests.sides.golden_side import GoldenSide
 from parity_tests.sides.reference_side import ReferenceSide, expected_kept
 from parity_tests.tolerances import TOLERANCES, tolerance
@@ -178,3 +178,22 @@ def test_every_tolerance_has_a_reason():
     for name, row in TOLERANCES.items():
         assert len(row.reason) > 30, name
         assert "*" in row.rel_rms, name
+
+
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_every_pair_of_sides_has_a_tolerance(device):
+    others = ("torch_ref", "numpy", "recording", "transformer_engine")
+    found = {
+        other: {s.name: tolerance(s, "jax_fp8", other, device) for s in curated()}
+        for other in others
+    }
+    exact = found["torch_ref"]["hybrid/bf16/outer/reentrant/full/1"]
+    if device == "cpu":
+        # Nothing may differ between the packages where everything is FP8.
+        assert exact == EXACT
+        assert (exact.rel_rms, exact.codes, exact.gemm_codes) == ({"*": 0.0}, 1, 1)
+    else:
+        assert exact.gemm_unit == "bf16"
+        large = found["torch_ref"]["gpu_split_2048x4096x2048"]
+        assert (large.rel_rms, large.gemm_ulps) == ({"*": 0.0}, 0)
+        assert found["numpy"]["gpu_default_2048x4096x2048"].bound("y") == 2.3e-3
