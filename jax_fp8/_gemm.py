@@ -29,6 +29,7 @@ from jax import lax
 
 from ._quantize import declared, from_codes, round_to
 from ._recipe import Accumulation
+from ._scaling import divide
 from ._typing import AnyFloat, Array, Codes, DType, Scalar
 
 # Values of a result from which XLA never splits the contraction (132 processors).
@@ -155,7 +156,8 @@ def _gemm(
             acc = acc * (_inverse_exact(scale_a) * _inverse_exact(scale_b))
             acc = acc.astype(jnp.float32)
         return round_to(with_bias(acc, jnp.float32), spec.dtype)
-    scale_inv = (1.0 / scale_a) * (1.0 / scale_b)
+    one = jnp.float32(1)
+    scale_inv = divide(one, scale_a) * divide(one, scale_b)
 
     def portable(q_a: Array, q_b: Array, scale_inv: Scalar) -> Array:
         acc = lax.dot_general(q_a, q_b, dims, preferred_element_type=jnp.float32)

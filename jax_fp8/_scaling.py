@@ -11,6 +11,7 @@ which XLA on CPU treats as 0 in float arithmetic.
 from __future__ import annotations
 
 import flax.struct
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -117,6 +118,19 @@ def float_from_bits(bits: Array) -> Array:
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
+def divide(numerator: Scalar, amax: Scalar) -> Scalar:
+    """IEEE float32 `numerator / amax`, rounded to nearest, on every backend.
+
+    XLA's own float32 division is up to 2 ulp off on GPUs, and reads a subnormal `amax`
+    as 0 on the CPU. A float64 quotient of two float32 numbers rounds to the right one.
+    """
+    bits = float_bits(amax)
+    with jax.enable_x64(True):
+        subnormal = bits.astype(jnp.float64) * 2.0**-149
+        wide = jnp.where(bits > _MANTISSA_BITS, amax.astype(jnp.float64), subnormal)
+        return (numerator.astype(jnp.float64) / wide).astype(jnp.float32)
+
+
 def _reduce_history(history: History, recipe: DelayedScaling) -> Scalar:
     algo = recipe.amax_compute_algo
     if callable(algo):
@@ -132,18 +146,8 @@ def _new_scale(
 ) -> Scalar:
     algo = recipe.scaling_factor_compute_algo
     if algo is None:
-        new = _divide(jnp.float32(fp8_max) * jnp.float32(2.0**-recipe.margin), amax)
+        new = divide(jnp.float32(fp8_max) * jnp.float32(2.0**-recipe.margin), amax)
     else:
         new = jnp.asarray(algo(amax, scale, fp8_max, recipe), jnp.float32).reshape(())
         new = jnp.where(jnp.isnan(new), scale, new)
     return jnp.clip(new, _F32_TINY, _F32_MAX)
-
-
-def _divide(numerator: Scalar, amax: Scalar) -> Scalar:
-    """IEEE `numerator / amax`, also where `amax` is subnormal (0 to XLA on CPU)."""
-    bits = float_bits(amax)
-    is_subnormal = bits <= _MANTISSA_BITS
-    # amax = bits * 2**-149: powers of two move out of the division exactly.
-    power = lambda n: jnp.where(is_subnormal, jnp.float32(2.0**n), jnp.float32(1))
-    divisor = jnp.where(is_subnormal, bits.astype(jnp.float32), amax)
-    return numerator * power(100) / divisor * power(49)
