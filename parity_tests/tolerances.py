@@ -95,8 +95,8 @@ TOLERANCES: dict[str, Tolerance] = {
     "attention, fp32": Tolerance(
         reason="softmax and its products are the frameworks' own float32 code: "
         "measured 1e-7 in y, 6e-6 in gradients; one flipped code of 50,000 would move "
-        "y by 2e-3. The gradient of the key bias is 0 in exact arithmetic (softmax does not "
-        "see it): what is left of it is rounding and is not compared",
+        "y by 2e-3. The key bias has no gradient in exact arithmetic (softmax does not "
+        "see it): what is left is rounding and is not compared",
         rel_rms={"y": 2e-3, _KEY_BIAS: math.inf, "*": 5e-3},
         scale_ulps=4,
         elementwise_ulps=4,
