@@ -9,6 +9,7 @@ outlives the model or the backward that it describes.
 from __future__ import annotations
 
 import itertools
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -21,6 +22,7 @@ T = TypeVar("T")
 _NO_TASK = -1
 _order = itertools.count()
 _modules: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_lock = threading.Lock()
 _task_frames: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
@@ -48,9 +50,11 @@ def backward_frame(make: Callable[[], T], commit: Callable[[T], None]) -> T:
     its frame, and nothing of it is committed.
     """
     task = torch._C._current_graph_task_id()  # noqa: SLF001
-    frame = _task_frames.get(task)
-    if frame is None:
-        frame = make()
-        _task_frames[task] = frame
-        Variable._execution_engine.queue_callback(lambda: commit(frame))  # type: ignore[attr-defined]  # noqa: SLF001
+    # A backward over several GPUs runs in one thread for each.
+    with _lock:
+        frame = _task_frames.get(task)
+        if frame is not None:
+            return frame
+        frame = _task_frames[task] = make()
+    Variable._execution_engine.queue_callback(lambda: commit(frame))  # type: ignore[attr-defined]  # noqa: SLF001
     return frame

@@ -81,13 +81,13 @@ class Frame:
         seen = self.take()
         slots = reduction.slots(backward=backward) if reduction is not None else []
         reduced = len(slots)
-        # Without a reduction, or outside `amax_reduction_modules`.
-        slots += seen.keys() - set(slots)
+        # Without a reduction, or outside `amax_reduction_modules`: for this rank alone.
+        place = {slot: k for k, slot in enumerate(dict.fromkeys([*slots, *seen]))}
+        slots = list(place)
         if not slots:
             return
         for slot, observed in seen.items():
             slot.module.resize_histories(observed[-1].recipe.amax_history_len)
-        place = {slot: position for position, slot in enumerate(slots)}
         flat = [(place[slot], o.amax) for slot, calls in seen.items() for o in calls]
         # A rank that ran nothing still joins in, with zeros.
         zero = slots[0].module.scaling_state(slots[0].role).scale.new_zeros(())

@@ -50,7 +50,7 @@ def checkpoint(  # noqa: PLR0913
             `torch.utils.checkpoint.create_selective_checkpoint_contexts`.
         preserve_rng_state: Whether dropout draws the same numbers in both runs.
         determinism_check: Non-reentrant only, see `torch.utils.checkpoint`.
-        debug: Non-reentrant only, see `torch.utils.checkpoint`.
+        debug: Not provided, must be False.
         early_stop: Non-reentrant only: stop once all that is needed is recomputed.
         distribute_saved_activations: Not provided, must be False.
         get_rng_state_tracker: Not provided, must be None.
@@ -82,6 +82,12 @@ def checkpoint(  # noqa: PLR0913
         get_rng_state_tracker=get_rng_state_tracker,
         tp_group=tp_group,
     )
+    if debug:
+        raise ValueError(
+            "`debug=True` records the operators in contexts of torch's own, which "
+            "exclude those of FP8 regions; call torch.utils.checkpoint.checkpoint with "
+            "`debug=True` and FP8 off to see which operators differ"
+        )
     if not callable(function):
         raise TypeError(f"`function` got {function!r}; expected a callable or a module")
     if not torch.is_grad_enabled():
@@ -96,14 +102,12 @@ def checkpoint(  # noqa: PLR0913
             context_fn=_beside(context_fn),
             preserve_rng_state=preserve_rng_state,
             determinism_check=determinism_check,
-            debug=debug,
             early_stop=early_stop,
             **kwargs,
         )
-    if context_fn is not None or debug:
+    if context_fn is not None:
         raise ValueError(
-            "`context_fn` and `debug` need the non-reentrant kind; pass "
-            "`use_reentrant=False`"
+            "`context_fn` needs the non-reentrant kind; pass `use_reentrant=False`"
         )
     return _reentrant(function, args, kwargs, preserve_rng_state)
 

@@ -84,7 +84,7 @@ CHECKPOINTS = {
         {"context_fn": te.get_activation_recompute_contexts},
         r"`use_reentrant=False`",
     ),
-    "debug": ({"debug": True}, r"need the non-reentrant kind"),
+    "debug": ({"debug": True}, r"`debug=True` records.*FP8 off"),
 }
 
 
