@@ -197,7 +197,7 @@ def tolerance(scenario: Scenario, one: str, other: str, device: str) -> Toleranc
         gemm_ulps=1,
         gemm_unit="bf16",
         gemm_codes=0.9,
-        scale_ulps=2 * row.scale_ulps,
+        scale_ulps=row.scale_ulps + row.elementwise_ulps,
         elementwise_ulps=2 * row.elementwise_ulps,
     )
 
