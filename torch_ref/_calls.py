@@ -84,9 +84,6 @@ class Call:
             cast: Quantises the input, `(x, scale, fp8_dtype)`.
         """
         fp8_dtype = fwd_dtype(self.recipe)
-        if x.numel() == 0:
-            # An empty batch is no step, not even for the weight.
-            self._frame = None
         if self._read is not None:
             input_scale, kept = self._read.input_scale, self._read.weight
         else:
@@ -99,9 +96,13 @@ class Call:
             q_w = kept
         else:
             q_w = quantize_2d(weight, kept, fp8_dtype)
-            self._observe("weight", q_w)
+            # An empty batch is no step, not even for the weight. (Codes that are kept
+            # for further micro-batches are observed when they are made.)
+            if x.numel():
+                self._observe("weight", q_w)
             kept = q_w.scale
-        self._observe("input", q_x)
+        if x.numel():
+            self._observe("input", q_x)
         for run in self._writers:
             entry = Entry(
                 self._module,

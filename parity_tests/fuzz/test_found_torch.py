@@ -32,6 +32,14 @@ def test_empty_input_leaves_the_weight_state_alone():
     assert layer.weight_scale != 1
 
 
+def test_an_empty_first_microbatch_observes_the_weight_it_keeps():
+    layer = te.Linear(16, 16, bias=False, amax_history_len=2)
+    with te.autocast(recipe=RECIPE):
+        layer(torch.zeros(0, 16), is_first_microbatch=True)
+        layer(torch.ones(2, 16), is_first_microbatch=False)
+    assert layer.weight_scale == 448 / layer.weight.abs().amax()
+
+
 @pytest.mark.filterwarnings("ignore:a backward ended while the autocast")
 def test_a_backward_inside_a_region_needs_early_stop():
     """A limit: torch recomputes the region, to its end, while its forward is open."""
