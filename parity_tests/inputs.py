@@ -118,7 +118,10 @@ def _layer(scenario: Scenario) -> list[StepInputs]:
         "layernorm_mlp.fc1_weight": (ffn, hidden), "layernorm_mlp.fc1_bias": (ffn,),
         "layernorm_mlp.fc2_weight": (hidden, ffn), "layernorm_mlp.fc2_bias": (hidden,),
     }  # fmt: skip
-    params = {k: 0.05 * rng.standard_normal(shape) for k, shape in shapes.items()}
+    # As usual for initial weights: logits of attention do not grow with the width. A
+    # saturated softmax would turn one flipped code into another result.
+    sigma = 0.4 / hidden**0.5
+    params = {k: sigma * rng.standard_normal(shape) for k, shape in shapes.items()}
     for norm in (qkv, "layernorm_mlp."):
         params[f"{norm}layer_norm_weight"] = 1 + 0.1 * rng.standard_normal(hidden)
         params[f"{norm}layer_norm_bias"] = 0.1 * rng.standard_normal(hidden)
