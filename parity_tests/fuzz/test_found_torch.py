@@ -37,7 +37,8 @@ def test_an_empty_first_microbatch_observes_the_weight_it_keeps():
     with te.autocast(recipe=RECIPE):
         layer(torch.zeros(0, 16), is_first_microbatch=True)
         layer(torch.ones(2, 16), is_first_microbatch=False)
-    assert layer.weight_scale == 448 / layer.weight.abs().amax()
+    # Tensor by tensor: torch computes `448 / t` by a reciprocal.
+    assert layer.weight_scale == torch.tensor(448.0) / layer.weight.abs().amax()
 
 
 @pytest.mark.filterwarnings("ignore:a backward ended while the autocast")
