@@ -146,6 +146,7 @@ def begin_use(
     if not module.is_initializing():  # `init` would return the captured tensors
         for name, value in (("input", x), ("kernel", kernel)):
             module.sow(OPERANDS, name, value)
+    _refuse_explicit_axes(module, x, kernel)
     x, kernel, bias, axis_names = _align(x, kernel, bias, input_scale, autocast)
     spec = Gemm(
         path=path_of(module),
@@ -264,6 +265,17 @@ def _quantized_kernel(
     if module.has_variable(KERNELS, "codes_t"):
         codes_t = module.get_variable(KERNELS, "codes_t")
     return KernelCodes(codes, codes_t), scale, amax
+
+
+def _refuse_explicit_axes(module: nn.Module, *operands: AnyFloat) -> None:
+    """Explicit axes want an output sharding for every product; none is asked for."""
+    specs = (getattr(jax.typeof(v), "sharding", None) for v in operands)
+    if any(s is not None and any(axis for axis in s.spec) for s in specs):
+        raise ValueError(
+            f"`{path_of(module)}` got operands on a mesh with explicit axes, which are "
+            "not supported. Let XLA propagate shardings: `jax.make_mesh(shape, names, "
+            "axis_types=(jax.sharding.AxisType.Auto,) * len(names))`"
+        )
 
 
 def _align(

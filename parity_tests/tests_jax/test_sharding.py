@@ -158,3 +158,12 @@ def test_pipeline_stages_keep_states_of_their_own():
     for i in range(4):
         history = found["input"].amax_history[i]
         assert history[-1] == np.abs(np.asarray(xs[i])).max()
+
+
+def test_explicit_axes_are_refused_with_the_way_out():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    variables = init(Net(), jnp.ones((1, 16)))
+    with jax.set_mesh(mesh), fp8.autocast(recipe=RECIPE):
+        x = jax.device_put(jnp.ones((16, 16)), NamedSharding(mesh, P("data")))
+        with pytest.raises(ValueError, match=r"`up` got .* explicit axes.*AxisType"):
+            jax.jit(Net().apply)(variables, x)
