@@ -109,8 +109,10 @@ amax_history=Array([0., 0., 0., 2.], dtype=float32))
 
 
 def float_bits(x: Array) -> Array:
-    """Bits of `|x|` as uint32: ordered like `|x|`, NaN above infinity."""
-    return lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0x7FFFFFFF)
+    """Bits of `x >= 0` as uint32: ordered like `x`, NaN above infinity."""
+    # No mask on the sign: LLVM makes a float comparison with 0 of masked bits, for
+    # which subnormals are 0.
+    return lax.bitcast_convert_type(x, jnp.uint32)
 
 
 def float_from_bits(bits: Array) -> Array:
