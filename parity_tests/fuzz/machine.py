@@ -23,7 +23,7 @@ from hypothesis.stateful import (
 import torch_ref as te
 
 from . import program
-from .compare import array, equal, recipes
+from .compare import array, equal, recipe, recipes
 from .plain import Ambiguous, Boom, Module, Plain, Value
 from .program import Node
 from .torch_side import TorchSide, linear
@@ -50,15 +50,16 @@ class TorchMachine(RuleBasedStateMachine):
     @initialize(
         seed=st.integers(0, 2**16),
         sizes=st.tuples(*[st.sampled_from((1.0, 0.01, 60.0))] * program.MODULES),
-        recipes=st.tuples(recipes(te), recipes(te)),
+        recipes=st.tuples(recipes(), recipes()),
         history=st.sampled_from((1, 3, 8)),
     )
     def start(self, seed, sizes, recipes, history):
+        recipes = [recipe(te, arguments) for arguments in recipes]
         rng, n = np.random.default_rng(seed), program.FEATURES
         weights = [(rng.standard_normal((n, n)) * s).astype(np.float32) for s in sizes]
         modules = [Module.new(w.copy(), history) for w in weights]
-        self.plain = Plain(modules, list(recipes), linear)
-        self.side = TorchSide(weights, list(recipes), [history] * len(weights))
+        self.plain = Plain(modules, recipes, linear)
+        self.side = TorchSide(weights, recipes, [history] * len(weights))
         self.pending: list[Pending] = []
         self.open: list = []
         torch.manual_seed(seed)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 import jax_fp8 as fp8
 
 from . import jax_side, program
-from .compare import array, equal, recipes
+from .compare import array, equal, recipe, recipes
 from .plain import Module, Plain, Value
 
 ROLES = {"input": "input", "weight": "kernel", "output_grad": "output_grad"}
@@ -66,8 +67,9 @@ class Session:
         x = array(event.data)
         model = jax_side.Program(event.node, self.recipe)
         fn = lambda v, x: model.apply(v, x, mutable=fp8.COLLECTIONS)
+        program = jax.jit(functools.partial(fp8.region_forward, fn))
         with fp8.autocast(recipe=self.recipe):
-            y, updates, ticket = fp8.region_forward(fn, self.variables, jnp.asarray(x))
+            y, updates, ticket = program(self.variables, x)
         self.variables = fp8.update_scaling(self.variables, updates, recipe=self.recipe)
         self.plain.open(True, self.recipe)  # one frame per apply
         value = self.plain.run(event.node, Value(x, True))
@@ -82,7 +84,8 @@ class Session:
             del self.tickets[index]
         data = dataclasses.replace(event.data, rows=len(value.array))
         g = array(data)
-        run = lambda: fp8.region_backward(fn, self.variables, ticket, jnp.asarray(g))
+        program = jax.jit(functools.partial(fp8.region_backward, fn))
+        run = lambda: program(self.variables, ticket, g)
         if event.ambient is None:
             dparams, (dx,), updates = run()
         else:
@@ -109,8 +112,8 @@ class Session:
             equal(np.asarray(layer["tap"]), np.zeros(2, np.float32), "tap")
 
 
-def run(seed, recipe, events):
-    session = Session(seed, recipe)
+def run(seed, arguments, events):
+    session = Session(seed, recipe(fp8, arguments))
     for event in events:
         if isinstance(event, Forward):
             session.forward(event)
@@ -119,25 +122,26 @@ def run(seed, recipe, events):
         session.check_states()
 
 
-given_a_session = given(st.integers(0, 2**16), recipes(fp8), sessions())
+given_a_session = given(st.integers(0, 2**16), recipes(), sessions())
 common = {
     "deadline": None,
     "derandomize": True,
     "phases": [Phase.generate, Phase.shrink],
     "report_multiple_bugs": False,
+    "suppress_health_check": list(HealthCheck),
 }
 
 
 @pytest.mark.bitwise
 @settings(max_examples=10, **common)
 @given_a_session
-def test_tickets_follow_the_law(seed, recipe, events):
-    run(seed, recipe, events)
+def test_tickets_follow_the_law(seed, arguments, events):
+    run(seed, arguments, events)
 
 
 @pytest.mark.slow
 @pytest.mark.bitwise
-@settings(max_examples=500, suppress_health_check=list(HealthCheck), **common)
+@settings(max_examples=500, **common)
 @given_a_session
-def test_tickets_follow_the_law_at_length(seed, recipe, events):
-    run(seed, recipe, events)
+def test_tickets_follow_the_law_at_length(seed, arguments, events):
+    run(seed, arguments, events)

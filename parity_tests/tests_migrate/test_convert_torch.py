@@ -150,7 +150,7 @@ def test_twice_converts_the_rest():
             TypeError,
             "returned 'yes'; expected True or False",
         ),
-        (dict, None, TypeError, "expected a torch.nn.Module"),
+        (dict, None, TypeError, "expected a torch.nn.Module|Type-check error"),
     ],
 )
 def test_mistakes(model, predicate, error, says):
