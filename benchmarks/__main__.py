@@ -27,6 +27,8 @@ def main() -> int:
     )
     parser.add_argument("--frameworks", default="jax,torch")
     parser.add_argument("--only", default="kernels,mlp,stack,layer")
+    parser.add_argument("--sizes", default="1,2,3", help="which of the three sizes")
+    parser.add_argument("--without", default="", help="peers to leave out")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path())
     parser.add_argument("--name", default="bench_report")
     options = parser.parse_args()
@@ -37,6 +39,7 @@ def main() -> int:
             command = [
                 *(sys.executable, "-m", SIDES[framework], "--out", str(path)),
                 *("--device", options.device, "--only", options.only),
+                *("--sizes", options.sizes, "--without", options.without),
             ]
             if options.quick:
                 command.append("--quick")

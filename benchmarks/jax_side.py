@@ -26,6 +26,8 @@ def main() -> None:
     parser.add_argument("--device", default="gpu")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--only", default="mlp,stack,layer,kernels")
+    parser.add_argument("--sizes", default="1,2,3")
+    parser.add_argument("--without", default="")
     options = parser.parse_args()
     if options.device == "cpu":
         jax.config.update("jax_platforms", "cpu")
@@ -41,6 +43,8 @@ class Side:
 
     def __init__(self, result: Result, options: argparse.Namespace) -> None:
         self.result, self.out = result, options.out
+        self.sizes_asked = [int(size) - 1 for size in options.sizes.split(",")]
+        self.without = options.without.split(",")
         self.cpu, self.quick = options.device == "cpu", options.quick
         self.effort = Effort.tiny() if self.cpu else Effort()
 
@@ -64,8 +68,11 @@ class Side:
 
     def sizes(self, program: str, sizes: Any) -> None:
         """Measures every peer at each size."""
-        for size in sizes:
-            self.measure(program, size, list(self.cases(program, size)))
+        for index, size in enumerate(sizes):
+            if len(sizes) > 1 and index not in self.sizes_asked:
+                continue
+            cases = self.cases(program, size)
+            self.measure(program, size, [c for c in cases if c[0] not in self.without])
             self.result.save(self.out)
 
     def cases(self, program: str, size: Any) -> Iterator[Case]:

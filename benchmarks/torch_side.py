@@ -31,6 +31,8 @@ def main() -> None:
     parser.add_argument("--device", default="gpu")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--only", default="mlp,stack,layer,kernels")
+    parser.add_argument("--sizes", default="1,2,3")
+    parser.add_argument("--without", default="")
     options = parser.parse_args()
     cpu = options.device == "cpu"
     names = ("torch", "triton", "torchao", "transformer_engine")
@@ -44,6 +46,8 @@ class Side:
 
     def __init__(self, result: Result, options: argparse.Namespace) -> None:
         self.result, self.out = result, options.out
+        self.sizes_asked = [int(size) - 1 for size in options.sizes.split(",")]
+        self.without = options.without.split(",")
         self.cpu, self.quick = options.device == "cpu", options.quick
         self.device = "cpu" if self.cpu else "cuda"
         self.effort = Effort.tiny() if self.cpu else Effort()
@@ -61,8 +65,12 @@ class Side:
         if "kernels" in only and not self.cpu:
             self.kernels()
         for program, sizes in plans.items():
-            for size in sizes if program in only else ():
-                self.measure(program, size, list(self.cases(program, size)))
+            for index, size in enumerate(sizes if program in only else ()):
+                if len(sizes) > 1 and index not in self.sizes_asked:
+                    continue
+                cases = self.cases(program, size)
+                kept = [c for c in cases if c[0] not in self.without]
+                self.measure(program, size, kept)
                 self.result.save(self.out)
         self.result.save(self.out)
 

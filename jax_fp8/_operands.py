@@ -9,7 +9,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from ._gemm import KERNEL_NAME, Gemm, KernelCodes, Operand
-from ._kernels import cast_transpose
+from ._kernels import cast_transpose, transpose_codes
 from ._quantize import E4M3, amax, codes, quantize
 from ._typing import AnyFloat, Codes, DType, Scalar
 
@@ -89,6 +89,10 @@ def swap(q: Codes, cols: int, batch: int = 0) -> Codes:
     """`[*b, *rows, *cols]` to `[*b, *cols, *rows]`."""
     axes = list(range(q.ndim))
     split = q.ndim - cols
+    if batch == 0:
+        rows, columns = q.shape[:split], q.shape[split:]
+        flat = q.reshape(math.prod(rows), math.prod(columns))
+        return transpose_codes(flat).reshape(columns + rows)
     return lax.transpose(q, axes[:batch] + axes[split:] + axes[batch:split])
 
 

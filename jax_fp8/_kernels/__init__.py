@@ -10,6 +10,7 @@ from .activation import act_cast_transpose as act_cast_transpose
 from .activation import activate as activate
 from .activation import dact_cast_transpose as dact_cast_transpose
 from .cast_transpose import cast_transpose as cast_transpose
+from .transpose import transpose_codes as transpose_codes
 
 __all__ = [
     "Activation",
@@ -18,4 +19,5 @@ __all__ = [
     "activate",
     "cast_transpose",
     "dact_cast_transpose",
+    "transpose_codes",
 ]

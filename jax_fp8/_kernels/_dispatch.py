@@ -43,7 +43,7 @@ def dispatch(
         tile: The largest tile to use.
     """
     portable = lambda *args: _fields(job, reference(*args, fp8_dtype))
-    if _local_tile(job, operands, tile) is None or _is_manual(operands):
+    if _local_tile(job, operands, tile) is None or is_manual(operands):
         return Quantized(**portable(*operands, scale))
     kernel = functools.partial(_partitioned(job), job, reference, fp8_dtype, tile)
 
@@ -73,7 +73,7 @@ def _local_tile(job: Job, operands: tuple[Any, ...], tile: Tile) -> Tile | None:
     return choose_tile(rows, cols // job.in_planes[0], tile)
 
 
-def _is_manual(operands: tuple[jax.Array, ...]) -> bool:
+def is_manual(operands: tuple[jax.Array, ...]) -> bool:
     """Whether a value varies over the axes of an enclosing `shard_map`."""
     for operand in operands:
         aval = jax.typeof(operand)

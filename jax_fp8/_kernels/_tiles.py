@@ -212,14 +212,14 @@ def _program(
             out["codes"][:, r, plane, :] = isa.codes(v, fp8_dtype)
         if job.transposed:
             words = isa.packed(scaled, fp8_dtype)
-            out["codes_t"][plane, :, :] = _transposed(words)
+            out["codes_t"][plane, :, :] = words_to_columns(words)
         if job.column_sums:
             total = (rows[0] + rows[1]) + (rows[2] + rows[3])
             out["sums"][0, plane, :] = jnp.sum(total, axis=0)
     out["amax"][0, 0] = functools.reduce(jnp.maximum, largest)
 
 
-def _transposed(packed: jax.Array) -> jax.Array:
+def words_to_columns(packed: jax.Array) -> jax.Array:
     """Words `[rows / 4, cols]` of four codes each to codes `[cols, rows]`.
 
     Whole words cross between threads, a quarter of the moves that bytes would take.

@@ -1,5 +1,6 @@
 """Cast, amax and transpose promise identical bits, wherever they run."""
 
+import functools
 import pathlib
 
 import jax
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jax_fp8._kernels import _dispatch, _tiles
+from jax_fp8._kernels import _dispatch, _tiles, transpose
 from jax_fp8._kernels import cast_transpose as cast
 from parity_tests.tests_kernels.helpers import (
     E4M3,
@@ -68,6 +69,21 @@ def test_codes_of_any_dtype_and_tile(dtype, tile, where):
     assert np.isinf(q.amax)
 
 
+@pytest.mark.bitwise
+@pytest.mark.parametrize("where", ON)
+@pytest.mark.parametrize("tile", [(16, 16, 1), (128, 64, 4)])
+def test_codes_are_transposed(tile, where):
+    codes = jax.random.bits(jax.random.key(4), (256, 128), jnp.uint8)
+    if where == "interpret":
+        codes = jax.device_put(codes, jax.devices("cpu")[0])
+    run = functools.partial(
+        transpose.transpose_tiles,
+        tile=_tiles.Tile(*tile),
+        interpret=where == "interpret",
+    )
+    np.testing.assert_array_equal(jax.jit(run)(codes), np.asarray(codes).T)
+
+
 @pytest.mark.parametrize("shape", [(0, 16), (1, 16), (17, 50), (128, 712)])
 def test_shapes_without_a_tile_take_the_reference(shape):
     x = jax.random.normal(jax.random.key(1), shape, jnp.bfloat16)
@@ -111,3 +127,15 @@ def test_a_mesh_splits_the_kernel_without_gathering(spec, monkeypatch):
     assert "all-gather" not in compiled.as_text()
     kept = NamedSharding(mesh, PartitionSpec(*spec))
     assert q["codes"].sharding.is_equivalent_to(kept, 2)
+
+
+@pytest.mark.parametrize("spec", [("a", "b"), (None, "b")], ids=str)
+def test_a_mesh_splits_the_transpose_without_gathering(spec, monkeypatch):
+    interpreted = functools.partial(transpose.transpose_tiles, interpret=True)
+    monkeypatch.setattr(transpose, "transpose_tiles", interpreted)
+    mesh = Mesh(np.array(jax.devices("cpu")[:8]).reshape(4, 2), ("a", "b"))
+    codes = jax.random.bits(jax.random.key(4), (256, 128), jnp.uint8)
+    split = jax.device_put(codes, NamedSharding(mesh, PartitionSpec(*spec)))
+    compiled = jax.jit(transpose._partitioned.__wrapped__()).lower(split).compile()
+    np.testing.assert_array_equal(compiled(split), codes.T)
+    assert "all-gather" not in compiled.as_text()

@@ -68,12 +68,13 @@ def test_activation_and_gradient(name):
     h = torch.randn(256, 512 if gated else 256, device="cuda").bfloat16()
     g = torch.randn(256, 256, device="cuda").bfloat16()
     s = torch.tensor(90.0, device="cuda")
-    a = activation(h.float(), name)
+    # The tanh form cancels where it is small: the reference is computed in float64.
+    a = activation(h.double(), name).float()
     q = _kernels.act_cast_transpose(h, s, torch.float8_e4m3fn, name)
     assert_close_codes(bits(q.q), bits(_quantize.quantize(a, s, torch.float8_e4m3fn)))
     assert_close_amax(float(q.amax), float(a.abs().max()))
     np.testing.assert_array_equal(bits(q.q_t), bits(q.q).T)
-    dh = activation_backward(g.float(), h.float(), name)
+    dh = activation_backward(g.double(), h.double(), name).float()
     if gated:
         dh = dh.bfloat16().float()
     s = torch.tensor(57344 / 5, device="cuda")
