@@ -207,7 +207,8 @@ def _find_layers(
             calls.append(("/".join(layer.path), convertible))
         return next_fun(*args, **kwargs)
 
-    with nn.intercept_methods(record):
+    # A key that was never used: a trace that `nn.jit` has cached would show no layer.
+    with _converting(object()), nn.intercept_methods(record):
         _init_shapes(model, method, args, kwargs)
     return calls
 

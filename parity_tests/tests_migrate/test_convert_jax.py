@@ -26,6 +26,9 @@ class Block(nn.Module):
         return x + self.dense(8)(nn.relu(self.dense(16)(x))), None
 
 
+JitBlock = nn.jit(Block)
+
+
 class Net(nn.Module):
     """A block under a transform between two layers that stay."""
 
@@ -49,7 +52,7 @@ class Net(nn.Module):
             case "fp8.remat":
                 return fp8.remat(Block)
             case "jit":
-                return nn.jit(Block)
+                return JitBlock
             case "scan":
                 axes = {"params": 0, **fp8.SCAN_AXES}
                 rngs = {"params": True}
