@@ -48,24 +48,38 @@ def tanh(h: jax.Array) -> jax.Array:
     jnp.tanh differs in its last bits, and so does its derivative;
     `reference_side.d_tanh` says which one the recordings have.
     """
-    if h.dtype == jnp.bfloat16:
-        h = jax.lax.reduce_precision(h, 8, 7)
     with jax.enable_x64(True):
-        a = jnp.tanh(h.astype(jnp.float64)).astype(jnp.float32)
-    return a.astype(h.dtype)
+        a = _float32(jnp.tanh(h.astype(jnp.float64)))
+    return _rounded(a, h.dtype).astype(h.dtype)
 
 
 def _tanh_backward(a: jax.Array, da: jax.Array) -> tuple[jax.Array]:
-    if a.dtype != jnp.bfloat16:
+    if a.dtype == jnp.bfloat16:
+        a32, one = a.astype(jnp.float32), jnp.float32(1)
+        slope = _rounded(one - _rounded(a32 * a32, a.dtype), a.dtype)
+        dh = da.astype(jnp.float32) * slope
+    else:
         with jax.enable_x64(True):
             a64 = a.astype(jnp.float64)
-            dh = (da.astype(jnp.float64) * (1 - a64 * a64)).astype(jnp.float32)
-        return (dh.astype(a.dtype),)
-    # XLA may skip a cast to BF16 and back, never this rounding.
-    rounded = lambda x: jax.lax.reduce_precision(x, 8, 7)
-    a, one = a.astype(jnp.float32), jnp.float32(1)
-    dh = da.astype(jnp.float32) * rounded(one - rounded(a * a))
-    return (rounded(dh).astype(jnp.bfloat16),)
+            dh = _float32(da.astype(jnp.float64) * (1 - a64 * a64))
+    return (_rounded(dh, a.dtype).astype(a.dtype),)
+
+
+def _float32(x: jax.Array) -> jax.Array:
+    """float64 to float32; XLA may skip a cast and its inverse, never this rounding."""
+    return jax.lax.reduce_precision(x, 8, 23).astype(jnp.float32)
+
+
+def _rounded(x: jax.Array, dtype: Any) -> jax.Array:
+    """float32 `x` on the grid of `dtype`, by operations that XLA never skips."""
+    if dtype == jnp.bfloat16:
+        return jax.lax.reduce_precision(x, 8, 7)
+    if dtype == jnp.float16:
+        # reduce_precision flushes the subnormals of FP16, multiples of 2**-24.
+        steps = jnp.round(x * jnp.float32(2.0**24)) * jnp.float32(2.0**-24)
+        is_normal = jnp.abs(x) >= jnp.float32(2.0**-14)
+        return jnp.where(is_normal, jax.lax.reduce_precision(x, 5, 10), steps)
+    return x
 
 
 tanh.defvjp(lambda h: (tanh(h),) * 2, _tanh_backward)
