@@ -79,8 +79,8 @@ class DelayedScaling:
     >>> DelayedScaling(fp8_format=Format.E5M2)
     Traceback (most recent call last):
     ...
-    ValueError: `fp8_format=Format.E5M2` would multiply E5M2 by E5M2, which no FP8 GEMM \
-supports; use Format.HYBRID (E5M2 for gradients only) or Format.E4M3
+    ValueError: `fp8_format=Format.E5M2` would multiply E5M2 by E5M2, which no FP8 \
+GEMM supports; use Format.HYBRID (E5M2 for gradients only) or Format.E4M3
     """
 
     margin: int = 0
@@ -144,8 +144,8 @@ def check_recipe(recipe: object) -> DelayedScaling:
     >>> check_recipe("hybrid")
     Traceback (most recent call last):
     ...
-    TypeError: `recipe` got 'hybrid' of type str; expected a DelayedScaling, for example \
-DelayedScaling(fp8_format=Format.HYBRID, amax_history_len=1024)
+    TypeError: `recipe` got 'hybrid' of type str; expected a DelayedScaling, for \
+example DelayedScaling(fp8_format=Format.HYBRID, amax_history_len=1024)
     """
     if not isinstance(recipe, DelayedScaling):
         raise TypeError(
