@@ -36,6 +36,7 @@ def from_te_jax(variables: Variables) -> dict[str, Any]:
         `params` and `fp8_scaling`. Of an MLP with several activations the kernel
         `[k, activations, n]` becomes `[k, activations * n]`.
 
+    >>> import numpy as np
     >>> list(from_te_jax({"params": {"kernel": np.ones((2, 3))}})["params"])
     ['kernel']
     """
@@ -72,6 +73,7 @@ def to_te_jax(variables: Variables, *, activations: int = 1) -> dict[str, Any]:
         variables: `params`, and `fp8_scaling` if there is any.
         activations: How many activations an MLP's first kernel holds, 2 for swiglu.
 
+    >>> import numpy as np
     >>> list(to_te_jax({"params": {"kernel": np.ones((2, 3))}})["params"])
     ['kernel']
     """

@@ -51,6 +51,8 @@ class LayerNormMLP(nn.Module):
 
     Source: `transformer_engine.pytorch.LayerNormMLP`.
 
+    >>> import jax
+    >>> import jax.numpy as jnp
     >>> from jax_fp8 import autocast
     >>> with autocast():
     ...     variables = LayerNormMLP(32).init(jax.random.key(0), jnp.ones((2, 16)))

@@ -13,7 +13,8 @@ def outcomes():
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    with mp.Manager() as manager:
+    # Not forked: JAX may have threads in this process.
+    with mp.get_context("spawn").Manager() as manager:
         results = manager.dict()
         mp.spawn(worker, args=(port, results), nprocs=WORLD)
         return dict(results)
