@@ -33,7 +33,7 @@ def test_every_block_runs(block):
 @pytest.mark.parametrize("package", QUICK_STARTS)
 def test_quick_starts_are_short(package):
     lines = [line for line in QUICK_STARTS[package].splitlines() if line.strip()]
-    assert len(lines) <= 30
+    assert len(lines) <= 20
 
 
 def test_the_flax_quick_start_moves_its_scales():
