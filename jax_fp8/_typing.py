@@ -14,22 +14,27 @@ import jax
 import numpy as np
 from jaxtyping import Float, Float32, UInt8
 
-# A restored checkpoint holds numpy arrays.
-Array: TypeAlias = jax.Array | np.ndarray
-Scalar: TypeAlias = Float32[Array, ""]
-History: TypeAlias = Float32[Array, "h"]
-# Two numbers: the gradient amax of the running step and the number of its uses.
-Tap: TypeAlias = Float32[Array, "2"]
-Codes: TypeAlias = UInt8[Array, "..."]
-AnyFloat: TypeAlias = Float[Array, "..."]
+# A type checker that reads the code sees arrays only: jaxtyping's shapes are for run
+# time, where a restored checkpoint may hold numpy arrays, and where JAX rebuilds states
+# from tracers, constants, None and specs of shape (`Leaf`, a field of a state).
+if TYPE_CHECKING:
+    Array: TypeAlias = jax.Array
+    Scalar: TypeAlias = jax.Array
+    History: TypeAlias = jax.Array
+    Tap: TypeAlias = jax.Array
+    Codes: TypeAlias = jax.Array
+    AnyFloat: TypeAlias = jax.Array
+    Leaf: TypeAlias = jax.Array
+else:
+    Array: TypeAlias = jax.Array | np.ndarray
+    Scalar: TypeAlias = Float32[Array, ""]
+    History: TypeAlias = Float32[Array, "h"]
+    # Two numbers: the gradient amax of the running step and the number of its uses.
+    Tap: TypeAlias = Float32[Array, "2"]
+    Codes: TypeAlias = UInt8[Array, "..."]
+    AnyFloat: TypeAlias = Float[Array, "..."]
+    Leaf: TypeAlias = Any
 
 DType: TypeAlias = Any
 Variables: TypeAlias = Mapping[str, Any]
 Path: TypeAlias = tuple[str, ...]
-
-# A field of a state. JAX rebuilds states from tracers, constants, None and specs of
-# shape, so only a type checker that reads the code may hold it to be an array.
-if TYPE_CHECKING:
-    Leaf: TypeAlias = jax.Array
-else:
-    Leaf: TypeAlias = Any
