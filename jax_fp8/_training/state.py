@@ -9,7 +9,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from jax_fp8._typing import Variables
+from jax_fp8._typing import Leaf, Variables
 
 from .step import Recipes, update_scaling
 
@@ -47,7 +47,7 @@ class TrainState(flax.struct.PyTreeNode):
     (1, 448.0)
     """
 
-    step: jax.Array
+    step: Leaf
     params: Any
     collections: Any
     opt_state: Any

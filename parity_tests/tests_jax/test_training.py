@@ -84,6 +84,7 @@ def test_clipping_decay_and_averages_change_no_amax_of_the_step():
     assert_same_bits(results[0], results[2])
 
 
+@pytest.mark.usefixtures("unhooked")
 def test_a_step_that_forgets_the_state_raises():
     x, y = data(0, 8)
     variables = init(Net(), x)
@@ -258,6 +259,7 @@ def test_step_one_saturates_without_nan_and_step_two_is_accurate():
 
 
 @pytest.mark.bitwise
+@pytest.mark.filterwarnings("ignore:Sharding info not provided")
 def test_save_and_resume_is_bit_equal(tmp_path):
     import orbax.checkpoint as ocp
 
