@@ -1,6 +1,7 @@
 """torch_ref's kernels, what they are used in, and steps without synchronisation."""
 
 import contextlib
+import warnings
 
 import numpy as np
 import pytest
@@ -140,7 +141,9 @@ def on_card():
 
 @contextlib.contextmanager
 def no_synchronisation():
-    torch.cuda.set_sync_debug_mode("error")
+    # It warns of itself, and the tests make warnings errors: the mode would stay set.
+    with warnings.catch_warnings(action="ignore"):
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:
