@@ -5,6 +5,8 @@ VENV ?= .venv
 ifeq ($(VENV),)
 PY := $(PYTHON)
 READY :=
+# Nothing is installed there: the scripts in examples/ find the packages here.
+export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 else
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
