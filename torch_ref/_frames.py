@@ -86,18 +86,21 @@ class Frame:
         slots = list(place)
         if not slots:
             return
-        for slot, observed in seen.items():
-            slot.module.resize_histories(observed[-1].recipe.amax_history_len)
-        flat = [(place[slot], o.amax) for slot, calls in seen.items() for o in calls]
-        # A rank that ran nothing still joins in, with zeros.
-        zero = slots[0].module.scaling_state(slots[0].role).scale.new_zeros(())
-        positions, amaxes = zip(*[(0, zero), *flat], strict=True)
-        vector = running_max(list(amaxes), list(positions), len(slots))
+        recipes = {slot: observed[-1].recipe for slot, observed in seen.items()}
+        lengths = {s.module: recipe.amax_history_len for s, recipe in recipes.items()}
+        for module, length in lengths.items():
+            module.resize_histories(length)
+        positions = [place[slot] for slot, calls in seen.items() for _ in calls]
+        amaxes = [o.amax for calls in seen.values() for o in calls]
+        if not amaxes:
+            # A rank that ran nothing still joins in, with zeros.
+            positions, amaxes = [0], [slots[0].state.scale.new_zeros(())]
+        vector = running_max(amaxes, positions, len(slots))
         if reduction is not None:
             reduction.reduce(vector[:reduced])
             ran_elsewhere = [slot for slot in slots[:reduced] if slot not in seen]
             _adopt_length([(s, place[s]) for s in ran_elsewhere], vector, recipe)
-        _update(slots, vector, {slot: o[-1].recipe for slot, o in seen.items()}, recipe)
+        _update(slots, vector, recipes, recipe)
 
 
 class DiscardingFrame(Frame):
@@ -200,7 +203,7 @@ def _adopt_length(
     """Resizes histories of modules that ran on another rank only, as that rank did."""
     length = recipe.amax_history_len
     for slot, position in slots:
-        history = slot.module.scaling_state(slot.role).amax_history
+        history = slot.state.amax_history
         if len(history) != length and amaxes[position] != 0:
             slot.module.resize_histories(length)
 
@@ -213,16 +216,11 @@ def _update(
 ) -> None:
     """Updates the states of `slots` with `amaxes[t]`, one call per kind of state."""
     groups: dict[tuple, list[int]] = defaultdict(list)
-    for position, slot in enumerate(slots):
+    states = [slot.state for slot in slots]
+    for position, (slot, state) in enumerate(zip(slots, states, strict=True)):
         recipe = recipes.get(slot, default)
-        state = slot.module.scaling_state(slot.role)
-        kind = (recipe, len(state.amax_history), state.scale.device)
+        history = state.amax_history
+        kind = (recipe, slot.fp8_max(recipe), history.shape[0], history.device)
         groups[kind].append(position)
-    for (recipe, *_), positions in groups.items():
-        update_(
-            [slots[p].module.scaling_state(slots[p].role) for p in positions],
-            amaxes,
-            positions,
-            [slots[p].fp8_max(recipe) for p in positions],
-            recipe,
-        )
+    for (recipe, fp8_max, *_), positions in groups.items():
+        update_([states[p] for p in positions], amaxes, positions, fp8_max, recipe)

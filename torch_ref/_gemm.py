@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F  # noqa: N812
 
+from . import _kernels
 from ._operators import operator
 from ._quantize import E5M2, check_fp8_dtype
 from ._recipe import Accumulation
@@ -138,7 +139,7 @@ def _emulated_or_native(
 ) -> Tensor:
     # torch.autocast would round the accumulator to BF16.
     with _autocast_off(a.device.type):
-        if a.is_cuda and torch.cuda.get_device_capability(a.device) >= (8, 9):
+        if a.is_cuda and _kernels.has_fp8(a.device):
             return _cublas(a, b, scale_inv_a, scale_inv_b, bias, out_dtype, fast)
         wide = torch.float64 if exact else torch.float32
         y = a.to(wide) @ b.to(wide).t()
@@ -177,7 +178,9 @@ def _cublas(
     # cuBLASLt adds no bias to a float32 result; there the addition rounds once as well.
     epilogue = None
     if bias is not None and out_dtype != torch.float32:
-        epilogue = F.pad(bias.to(out_dtype), (0, -n % _ALIGN))
+        epilogue = bias.to(out_dtype)
+        if n % _ALIGN:
+            epilogue = F.pad(epilogue, (0, -n % _ALIGN))
     y = F.scaled_mm(
         _padded(a),
         _padded(b).t(),
@@ -188,10 +191,10 @@ def _cublas(
         bias=epilogue,
         output_dtype=out_dtype,
         use_fast_accum=fast,
-    )[:m, :n]
-    if bias is not None and epilogue is None:
-        y = y + bias
-    return y.contiguous()
+    )
+    if y.shape != (m, n):
+        y = y[:m, :n].contiguous()
+    return y if bias is None or epilogue is not None else y + bias
 
 
 def _padded(q: Tensor) -> Tensor:

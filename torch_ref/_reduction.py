@@ -17,6 +17,7 @@ import torch.distributed as dist
 from . import _engine
 from ._errors import FP8StateError
 from ._recipe import DelayedScaling
+from ._scaling import ScalingState
 from ._typing import Scalars, Tensor
 
 
@@ -25,6 +26,11 @@ class Slot(NamedTuple):
 
     module: Any
     role: str
+
+    @property
+    def state(self) -> ScalingState:
+        """Its state now."""
+        return self.module.scaling_state(self.role)
 
     def fp8_max(self, recipe: DelayedScaling) -> float:
         """Largest finite value of the FP8 format that the tensor is cast to."""

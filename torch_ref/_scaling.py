@@ -8,11 +8,11 @@ Python loop over them would cost more than the step's bookkeeping.
 
 from __future__ import annotations
 
-import itertools
 from typing import NamedTuple, cast
 
 import torch
 
+from . import _kernels
 from ._operators import operator
 from ._recipe import AmaxComputeAlgo, DelayedScaling
 from ._typing import Histories, History, ResizedHistory, Scalar, Scalars, Tensor
@@ -91,10 +91,7 @@ def update(state: ScalingState, recipe: DelayedScaling, fp8_max: float) -> Scali
     ScalingState(scale=tensor(224.), amax_history=tensor([0., 0., 0., 2.]))
     """
     scales, histories = _next_states(
-        state.scale.reshape(1),
-        state.amax_history.unsqueeze(0),
-        state.scale.new_tensor([fp8_max]),
-        recipe,
+        state.scale.reshape(1), state.amax_history.unsqueeze(0), fp8_max, recipe
     )
     return ScalingState(scales[0], histories[0])
 
@@ -119,10 +116,10 @@ def update_(
     states: list[ScalingState],
     amaxes: Scalars,
     positions: list[int],
-    fp8_max: list[float],
+    fp8_max: float,
     recipe: DelayedScaling,
 ) -> None:
-    """Observes `amaxes[positions]` in the states of one history length and updates.
+    """Observes `amaxes[positions]` in states of one format and length and updates.
 
     In place, so that buffers stay the tensors they are. One opaque operator: a commit
     inside a checkpointed region runs in the first forward only, and selective
@@ -139,6 +136,8 @@ def update_(
 
 def _running_max(amaxes: list[Tensor], positions: list[int], size: int) -> Scalars:
     """The vector `[size]` whose entry p is the maximum of the amaxes at position p."""
+    if positions == list(range(size)):
+        return torch.stack([amax.to(amaxes[0].device) for amax in amaxes])
     # No index tensor: its copy from the host would wait for the device.
     largest: dict[int, Tensor] = {}
     for amax, at in zip(amaxes, positions, strict=True):
@@ -153,7 +152,7 @@ def _update(
     histories: list[Tensor],
     amaxes: Scalars,
     positions: list[int],
-    fp8_max: list[float],
+    fp8_max: float,
     margin: int,
     amax_compute_algo: str,
 ) -> None:
@@ -172,7 +171,7 @@ running_max = operator(
 _update_op = operator(
     "update",
     "(Tensor(a!)[] scales, Tensor(b!)[] histories, Tensor amaxes, int[] positions, "
-    "float[] fp8_max, int margin, str amax_compute_algo) -> ()",
+    "float fp8_max, int margin, str amax_compute_algo) -> ()",
     _update,
     lambda *_: None,
 )
@@ -183,33 +182,29 @@ def _write(
     histories: list[Tensor],
     amaxes: Scalars,
     positions: list[int],
-    fp8_max: list[float],
+    fp8_max: float,
     recipe: DelayedScaling,
 ) -> None:
     observed = torch.stack(histories)
     if positions != list(range(len(amaxes))):
         amaxes = torch.stack([amaxes[at] for at in positions])
-    amaxes = amaxes.to(observed.device)
-    observed[:, 0] = torch.maximum(observed[:, 0], amaxes)
-    new_scales, new_histories = _next_states(
-        torch.stack(scales), observed, _constants(fp8_max, amaxes), recipe
-    )
-    for scale, new in zip(scales, new_scales.unbind(), strict=True):
-        scale.copy_(new)
-    for history, new in zip(histories, new_histories.unbind(), strict=True):
-        history.copy_(new)
-
-
-def _constants(values: list[float], like: Tensor) -> Scalars:
-    """A vector of constants, filled on the device: no copy from the host."""
-    runs = [(value, len(list(run))) for value, run in itertools.groupby(values)]
-    parts = [like.new_full((length,), value) for value, length in runs]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    slots = observed[:, 0]
+    torch.maximum(slots, amaxes.to(observed.device), out=slots)
+    new = _next_states(torch.stack(scales), observed, fp8_max, recipe)
+    # One launch for all states; the public way is one copy for each.
+    torch._foreach_copy_([*scales, *histories], [t for ts in new for t in ts.unbind()])
 
 
 def _next_states(
-    scales: Scalars, histories: Histories, fp8_max: Scalars, recipe: DelayedScaling
+    scales: Scalars, histories: Histories, fp8_max: float, recipe: DelayedScaling
 ) -> tuple[Scalars, Histories]:
+    if _kernels.can_update(histories, recipe):
+        return _kernels.next_states(
+            scales,
+            histories,
+            fp8_max * 2.0**-recipe.margin,
+            most_recent=recipe.amax_compute_algo == "most_recent",
+        )
     amax = _reduce_history(histories, recipe)
     scale = _new_scale(amax, scales, fp8_max, recipe)
     keep = (amax == 0) | ~torch.isfinite(amax) | scale.isnan()
@@ -233,16 +228,16 @@ def _reduce_history(histories: Histories, recipe: DelayedScaling) -> Scalars:
 
 
 def _new_scale(
-    amax: Scalars, scales: Scalars, fp8_max: Scalars, recipe: DelayedScaling
+    amax: Scalars, scales: Scalars, fp8_max: float, recipe: DelayedScaling
 ) -> Scalars:
     algo = recipe.scaling_factor_compute_algo
     if algo is not None:
-        rows = zip(amax.unbind(), scales.unbind(), fp8_max.tolist(), strict=True)
-        new = torch.stack([_scalar(algo(a, s, m, recipe), a) for a, s, m in rows])
+        rows = zip(amax.unbind(), scales.unbind(), strict=True)
+        new = torch.stack([_scalar(algo(a, s, fp8_max, recipe), a) for a, s in rows])
     else:
         # Tensor by tensor: `448.0 / t` computes `t.reciprocal() * 448.0` in torch, and
         # a quarter of the scales would come out one ulp off.
-        new = fp8_max * 2.0**-recipe.margin / amax
+        new = torch.full_like(amax, fp8_max * 2.0**-recipe.margin) / amax
     return new.clamp(_F32.tiny, _F32.max)
 
 

@@ -15,7 +15,7 @@ from parity_tests.tests_kernels.helpers import (
     different,
 )
 from parity_tests.tests_kernels.test_cast_transpose import recorded
-from torch_ref import _quantize
+from torch_ref import _kernels, _quantize, _scaling
 from torch_ref._modules import mlp
 from torch_ref._modules.functional import activation, activation_backward
 
@@ -28,8 +28,6 @@ bits = lambda q: q.view(torch.uint8).cpu().numpy()
 @pytest.mark.bitwise
 @pytest.mark.parametrize(("fmt", "scale", "expected", "amax"), recorded())
 def test_every_bf16_value_has_the_recorded_code(fmt, scale, expected, amax):
-    from torch_ref import _kernels
-
     assert fmt in FORMATS
     x = torch.arange(65536, dtype=torch.int32).to(torch.uint16)
     x = x.view(torch.bfloat16).reshape(256, 256).cuda()
@@ -48,8 +46,6 @@ def test_every_bf16_value_has_the_recorded_code(fmt, scale, expected, amax):
 @pytest.mark.parametrize("shape", [(16, 1), (16, 50), (80, 176), (4096, 1000)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_masked_tiles(shape, dtype):
-    from torch_ref import _kernels
-
     x = torch.randn(shape, device="cuda", dtype=dtype)
     s = torch.tensor(61.3, device="cuda")
     q = _kernels.cast_transpose(x, s, torch.float8_e4m3fn)
@@ -59,11 +55,41 @@ def test_masked_tiles(shape, dtype):
     assert torch.equal(q.amax, expected[2])
 
 
+def states_to_update(length):
+    """Rows of every kind: ordinary, idle, infinite, NaN, subnormal, largest, zero."""
+    generator = torch.Generator().manual_seed(0)
+    histories = torch.rand(64, length, generator=generator).exp()
+    scales = torch.rand(64, generator=generator) * 100
+    special = [0.0, torch.inf, torch.nan, 1e-40, 3.4e38, 1e-38, 448.0]
+    histories[:7, 0] = torch.tensor(special)
+    histories[7:14, -1] = torch.tensor(special)
+    histories[14] = 0.0
+    histories[15] = torch.nan
+    histories[16:23] = torch.tensor(special)[:, None]
+    return scales, histories
+
+
+@pytest.mark.gpu
+@pytest.mark.bitwise
+@pytest.mark.parametrize("margin", [0, 20, -3])
+@pytest.mark.parametrize("algo", ["max", "most_recent"])
+@pytest.mark.parametrize("length", [1, 2, 7, 16, 1024])
+def test_the_update_of_many_states(length, algo, margin):
+    recipe = te.DelayedScaling(margin=margin, amax_compute_algo=algo)
+    scales, histories = states_to_update(length)
+    for fp8_max in (448.0, 57344.0):
+        expected = _scaling._next_states(scales, histories, fp8_max, recipe)
+        on_card = scales.cuda(), histories.cuda()
+        assert _kernels.can_update(on_card[1], recipe)
+        found = _scaling._next_states(*on_card, fp8_max, recipe)
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one.cpu(), other, rtol=0, atol=0, equal_nan=True)
+        assert (found[0].cpu() != scales).sum() > 40
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activation_and_gradient(name):
-    from torch_ref import _kernels
-
     torch.manual_seed(0)
     gated = name == "swiglu"
     h = torch.randn(256, 512 if gated else 256, device="cuda").bfloat16()

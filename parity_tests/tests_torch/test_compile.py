@@ -164,7 +164,7 @@ def test_operators_have_fakes():
             q2, q, scale, scale, None, torch.bfloat16, False, True
         )
         largest = torch.ops.torch_ref.running_max([scale], [0], 3)
-        torch.ops.torch_ref.update([scale], [x[0]], largest, [0], [448.0], 0, "max")
+        torch.ops.torch_ref.update([scale], [x[0]], largest, [0], 448.0, 0, "max")
     assert (q.shape, q.dtype) == ((4, WIDTH), torch.float8_e4m3fn)
     assert (q_t.shape, q_t.dtype) == ((WIDTH, 4), torch.float8_e5m2)
     assert (y.shape, y.dtype) == ((4, 4), torch.bfloat16)
@@ -185,5 +185,5 @@ def test_operators_pass_torch_s_own_checks():
         ops.running_max.default, ([scale, x[0, 0]], [1, 1], 2), test_utils=tests
     )
     states = [torch.ones(()), torch.ones(())], [torch.zeros(4), torch.zeros(4)]
-    args = (*states, amaxes, [1, 0], [448.0, 448.0], 0, "max")
+    args = (*states, amaxes, [1, 0], 448.0, 0, "max")
     torch.library.opcheck(ops.update.default, args, test_utils=tests)

@@ -1,4 +1,4 @@
-"""Launches of the Triton kernel: shapes, buffers and tile sizes, no synchronisation.
+"""Launches of the Triton kernels: shapes, buffers and tile sizes, no synchronisation.
 
 All launches go to the current stream and allocate through torch's caching allocator, so
 a CUDA graph captures them.
@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from torch_ref._typing import Scalar, Tensor
+from torch_ref._recipe import DelayedScaling
+from torch_ref._typing import Histories, Scalar, Scalars, Tensor
 
 # Operation of the forward and of the gradient, by the number in `tiles`.
 ACTIVATIONS = {"gelu": (1, 2), "relu": (3, 4), "swiglu": (5, 6)}
@@ -22,6 +23,8 @@ _GATED = "swiglu"
 # Rows, columns and warps of a program's tile, tuned on an H200 (docs/reports).
 _TILE = (64, 128, 4)
 _GRADIENT_TILE = (32, 128, 4)
+# One program updates one state, its history in registers.
+_LONGEST_HISTORY = 16384
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
@@ -52,13 +55,54 @@ def is_supported(x: Tensor) -> bool:
         and x.is_contiguous()
         and x.numel() > 0
         and x.shape[0] % 16 == 0
-        and _has_fp8(x.device)
+        and has_fp8(x.device)
     )
 
 
 @functools.cache
-def _has_fp8(device: torch.device) -> bool:
+def has_fp8(device: torch.device) -> bool:
+    """Whether the card multiplies FP8: compute capability 8.9 and newer."""
     return torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def can_update(histories: Histories, recipe: DelayedScaling) -> bool:
+    """Whether `next_states` knows the recipe's algorithms and takes the histories."""
+    return (
+        _HAS_TRITON
+        and histories.is_cuda
+        and histories.shape[1] <= _LONGEST_HISTORY
+        and not callable(recipe.amax_compute_algo)
+        and recipe.scaling_factor_compute_algo is None
+    )
+
+
+def next_states(
+    scales: Scalars, histories: Histories, fp8_max: float, *, most_recent: bool
+) -> tuple[Scalars, Histories]:
+    """`_scaling.update` of `scales[t]` and `histories[t, h]`, in one launch.
+
+    Args:
+        scales: Scales of now.
+        histories: Contiguous; the write slots hold this step's amaxes.
+        fp8_max: Of the format, times `2**-margin`.
+        most_recent: Whether the scale follows the write slot instead of the maximum.
+    """
+    from .update import update_state
+
+    new_scales, new_histories = torch.empty_like(scales), torch.empty_like(histories)
+    rows, length = histories.shape
+    with _on(scales.device):
+        update_state[rows,](
+            scales,
+            histories,
+            new_scales,
+            new_histories,
+            float(fp8_max),
+            length,
+            MOST_RECENT=most_recent,
+            BLOCK=1 << (length - 1).bit_length(),
+        )
+    return new_scales, new_histories
 
 
 def cast_transpose(x: Tensor, scale: Scalar, fp8_dtype: torch.dtype) -> FusedQuantized:
@@ -133,8 +177,7 @@ def _launch(
     tile_m, tile_n, warps = _TILE if h is None else _GRADIENT_TILE
     grid = -(-rows // tile_m), -(-columns // tile_n)
     partial = new((grid[0], width), torch.float32) if sums else None
-    here = x.device.index == torch.cuda.current_device()
-    with contextlib.nullcontext() if here else torch.cuda.device(x.device):
+    with _on(x.device):
         quantize_tile[grid](
             x,
             x if h is None else h,
@@ -158,3 +201,10 @@ def _launch(
         )
     total = None if partial is None else partial.sum(0)
     return FusedQuantized(q, q_t, scale_inv, scale_copy, amax), total
+
+
+def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Makes the device current: Triton launches there."""
+    if device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)

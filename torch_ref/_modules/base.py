@@ -67,9 +67,11 @@ class Fp8Module(nn.Module):
         Raises:
             TypeError: Something has changed the dtype of the state.
         """
-        state = ScalingState(
-            getattr(self, f"{role}_scale"), getattr(self, f"{role}_amax_history")
-        )
+        # Without `nn.Module.__getattr__`: a step asks for every state several times.
+        buffers = self._buffers
+        state = ScalingState(buffers[f"{role}_scale"], buffers[f"{role}_amax_history"])
+        if state.scale.dtype == state.amax_history.dtype == torch.float32:
+            return state
         for name, buffer in zip(state._fields, state, strict=True):
             if buffer.dtype != torch.float32:
                 raise TypeError(
@@ -97,7 +99,7 @@ class Fp8Module(nn.Module):
         """Gives all histories another length, keeping the newest entries."""
         for role in self._roles():
             history = self.scaling_state(role).amax_history
-            if len(history) != amax_history_len:
+            if history.shape[0] != amax_history_len:
                 resized = resize_history(history, amax_history_len)
                 self._buffers[f"{role}_amax_history"] = resized
 

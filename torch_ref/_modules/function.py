@@ -118,7 +118,7 @@ class _Linear(torch.autograd.Function):
         dx = dw = db = None
         if needs_db:
             wide = torch.float64 if accumulation == "exact" else torch.float32
-            db = grad.to(wide).sum(0).to(b_dtype)
+            db = grad.sum(0, dtype=wide).to(b_dtype)
         if not (needs_dx or needs_dw):
             return None, None, db, None
         q_g = ctx.call.quantize_grad(grad)

@@ -103,7 +103,7 @@ class _FusedMlp(torch.autograd.Function):
         if needs_dx:
             dx = dgrad(q_h.q, w1_t, (q_h.scale_inv, w1_inv), *options)
         db1 = sums[0].to(ctx.dtype) if needs_db1 else None
-        db2 = grad.float().sum(0).to(ctx.dtype) if needs_db2 else None
+        db2 = grad.sum(0, dtype=torch.float32).to(ctx.dtype) if needs_db2 else None
         return dx, dw1, db1, dw2 if needs_dw2 else None, db2, None, None
 
 
