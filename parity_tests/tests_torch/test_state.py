@@ -217,6 +217,12 @@ FOREIGN = {
     "nan": ({"input_scale": torch.tensor(float("nan"))}, r"float32 nan"),
     "shape": ({"weight_scale": torch.ones(3)}, r"torch.float32 \[3\]"),
     "empty": ({"input_amax_history": torch.zeros(0)}, r"\[0\]"),
+    "negative": (
+        {"input_amax_history": torch.tensor([0.0, 2.0, -3.0, 1.0])},
+        r"\[4\] with -3.0; expected .* without negative entries",
+    ),
+    "negative scale": ({"input_scale": torch.tensor(-2.0)}, r"float32 -2.0"),
+    "infinite scale": ({"input_scale": torch.tensor(float("inf"))}, r"float32 inf"),
     "dtype": ({"input_scale": torch.ones((), dtype=torch.int64)}, r"int64"),
     "te": ({"_extra_state": torch.ones(9)}, r"transformer_engine.*from_te_torch"),
 }

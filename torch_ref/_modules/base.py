@@ -215,12 +215,13 @@ def _check_loaded(name: str, scale: Any, history: Any) -> None:
         and history.is_floating_point()
     )
     if ok and not scale.is_meta:
-        ok = bool(torch.isfinite(scale) & (scale > 0))
+        ok = bool(torch.isfinite(scale) & (scale > 0) & ~(history < 0).any())
     if not ok:
         raise FP8StateError(
             f"`{name}_scale`, `{name}_amax_history` got {_shown(scale)}, "
             f"{_shown(history)}; expected a positive finite scale `()` and a history "
-            "`[h]`. Load a state that torch_ref saved, or drop both keys to start anew"
+            "`[h]` without negative entries. Load a state that torch_ref saved, or "
+            "drop both keys to start anew"
         )
 
 
@@ -229,4 +230,6 @@ def _shown(value: Any) -> str:
         return repr(value)
     if value.numel() == 1:
         return f"{value.dtype} {value.item()}"
+    if value.dim() == 1 and not value.is_meta and (value < 0).any():
+        return f"{value.dtype} {list(value.shape)} with {value.min().item()}"
     return f"{value.dtype} {list(value.shape)}"
