@@ -100,10 +100,22 @@ def to_te_torch(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def from_jax_fp8(variables: Mapping[str, Any]) -> dict[str, Tensor]:
     """A `state_dict` from the variables of the same model in `jax_fp8`.
 
+    Args:
+        variables: Collections `params` (kernels `[k, n]`) and `fp8_scaling`.
+
+    Returns:
+        Weights `[n, k]`, biases `[n]`, scales `()` and histories `[h]`.
+
     Raises:
         ImportError: `jax_fp8` is not installed.
 
     Source: `jax_fp8.to_torch_ref`, which this calls.
+
+    >>> import torch_ref as te
+    >>> layer = te.Linear(4, 2)
+    >>> state = te.from_jax_fp8(te.to_jax_fp8(layer.state_dict()))
+    >>> layer.load_state_dict(state)
+    <All keys matched successfully>
     """
     from jax_fp8 import to_torch_ref
 
@@ -113,10 +125,21 @@ def from_jax_fp8(variables: Mapping[str, Any]) -> dict[str, Tensor]:
 def to_jax_fp8(state_dict: Mapping[str, Tensor]) -> dict[str, Any]:
     """The variables of the same model in `jax_fp8` from a `state_dict`.
 
+    Args:
+        state_dict: Weights `[n, k]`, biases `[n]`, scales `()` and histories `[h]`.
+
+    Returns:
+        Collections `params` (kernels `[k, n]`) and `fp8_scaling`, of numpy arrays.
+
     Raises:
         ImportError: `jax_fp8` is not installed.
 
     Source: `jax_fp8.from_torch_ref`, which this calls.
+
+    >>> import torch_ref as te
+    >>> variables = te.to_jax_fp8(te.Linear(4, 2).state_dict())
+    >>> sorted(variables), variables["params"]["kernel"].shape
+    (['fp8_scaling', 'params'], (4, 2))
     """
     from jax_fp8 import from_torch_ref
 

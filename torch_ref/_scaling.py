@@ -27,6 +27,11 @@ class ScalingState(NamedTuple):
         scale: Quantisation scale, float32 `()`: `q = cast(x * scale)`.
         amax_history: float32 `[h]`. Entry 0 is the write slot of the running step, the
             last entry the newest finished step (the layout of transformer_engine).
+
+    >>> import torch_ref as te
+    >>> state = te.Linear(16, 16, amax_history_len=2).scaling_state("weight")
+    >>> state.scale.shape, state.amax_history
+    (torch.Size([]), tensor([0., 0.]))
     """
 
     scale: Tensor
