@@ -43,18 +43,26 @@ def main(
     # JAX keeps the memory that it has taken, torch's processes end: torch goes first.
     for one in framework or [Framework.TORCH, Framework.JAX]:
         if one is Framework.JAX:
-            found += run_jax(preset, steps, devices, cpu, layout, policy)
+            runs = run_jax(preset, steps, devices, cpu, layout, policy)
         else:
-            found += run_torch(preset, steps, devices, cpu, wrapper, out)
+            runs = run_torch(preset, steps, devices, cpu, wrapper, out)
+        for result in runs:
+            found.append(result)
+            report = write_report(found, out)
     checks = [check for _, _, part in found for check in part]
-    report = {
-        "runs": {name: numbers for name, numbers, _ in found},
-        "checks": [dataclasses.asdict(check) for check in checks],
-    }
-    (out / "multi.json").write_text(json.dumps(report, indent=2) + "\n")
     print_tables(scaling_table(report["runs"]), check_table(checks))
     if not all(check.ok for check in checks):
         raise typer.Exit(1)
+
+
+def write_report(found: list[Result], out: Path) -> dict:
+    """What is known so far: a run on many GPUs may be cut short."""
+    report = {
+        "runs": {name: numbers for name, numbers, _ in found},
+        "checks": [dataclasses.asdict(check) for _, _, part in found for check in part],
+    }
+    (out / "multi.json").write_text(json.dumps(report, indent=2) + "\n")
+    return report
 
 
 def make_config(preset: str | None, steps: int, world: int, cpu: bool) -> RunConfig:
