@@ -144,17 +144,15 @@ def plot(report: dict[str, Any], path: pathlib.Path) -> None:
     peers = sorted({r["peer"] for r in shown})
     colours = {peer: f"C{i}" for i, peer in enumerate(peers)}
     for axis, key in zip(axes.flat, keys, strict=False):
-        drawn = 0
-        for row in shown:
-            if (row["framework"], row["program"], row["size"]) != key:
-                continue
+        here = [r for r in shown if (r["framework"], r["program"], r["size"]) == key]
+        here.sort(key=lambda r: r["temp_bytes"])
+        for i, row in enumerate(here):
             at = row["temp_bytes"] / GIB, row["median_us"] / 1e3
             axis.scatter(*at, color=colours[row["peer"]], label=row["peer"])
-            # Above and below in turn: points of neighbouring policies are close.
-            above = 3 if drawn % 2 else -9
+            # Above and below in turn: neighbouring policies' points are close.
+            above = (3, -9, 12)[i % 3]
             axis.annotate(row["policy"], at, fontsize=7, xytext=(3, above),
                           textcoords="offset points")  # fmt: skip
-            drawn += 1
         axis.set(title=", ".join(key), xlabel="temporary memory, GiB", ylabel="ms")
         handles, labels = axis.get_legend_handles_labels()
         once = dict(zip(labels, handles, strict=True))

@@ -90,13 +90,18 @@ class _FusedMlp(torch.autograd.Function):
         needs_dx, needs_dw1, needs_db1, needs_dw2, needs_db2 = ctx.needs_input_grad[:5]
         options = (ctx.dtype, second.recipe.accumulation)
         q_g = second.quantize_grad(grad)
-        dw2 = wgrad(q_g.transposed(), a_t, (q_g.scale_inv, a_inv), *options)
         da = dgrad(q_g.q, w2_t, (q_g.scale_inv, w2_inv), *options)
         sums: list[Tensor] = []
         cast = functools.partial(
             _gradient, hidden=hidden, name=ctx.name, sums=sums if needs_db1 else None
         )
         q_h = first.quantize_grad(da, cast=cast)
+        # The largest tensor of the step goes before the next large ones come.
+        del da
+        dw2 = None
+        if needs_dw2:
+            dw2 = wgrad(q_g.transposed(), a_t, (q_g.scale_inv, a_inv), *options)
+        del q_g
         dx = dw1 = None
         if needs_dw1:
             dw1 = wgrad(q_h.transposed(), x_t, (q_h.scale_inv, x_inv), *options)
@@ -104,7 +109,7 @@ class _FusedMlp(torch.autograd.Function):
             dx = dgrad(q_h.q, w1_t, (q_h.scale_inv, w1_inv), *options)
         db1 = sums[0].to(ctx.dtype) if needs_db1 else None
         db2 = grad.sum(0, dtype=torch.float32).to(ctx.dtype) if needs_db2 else None
-        return dx, dw1, db1, dw2 if needs_dw2 else None, db2, None, None
+        return dx, dw1, db1, dw2, db2, None, None
 
 
 def _activated(
