@@ -20,7 +20,7 @@ from rich.table import Table
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("jax_fp8", "torch_ref")
-EQUAL_FILES = ("_recipe.py", "_errors.py")
+EQUAL_FILES = ("_recipe.py", "_errors.py", "_diagnostics/table.py")
 
 
 class AllowList(NamedTuple):

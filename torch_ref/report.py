@@ -1,52 +1,43 @@
 """Prints the scaling report of a checkpoint: `python -m torch_ref.report CHECKPOINT`.
 
-CHECKPOINT is a file written by `torch.save` (read with `weights_only=True`) or a
-`.safetensors` file; the `state_dict` may stand anywhere in it.
+CHECKPOINT is a file written by `torch.save` (read with `weights_only=True`), a
+`.safetensors` file or a directory written by `torch.distributed.checkpoint`; the
+`state_dict` may stand anywhere in it.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from torch_ref._diagnostics import scaling_report
+from torch_ref._diagnostics.checkpoint import read_checkpoint as read_checkpoint
 from torch_ref._errors import FP8StateError
-
-
-def read_checkpoint(path: Path) -> Mapping[str, Any]:
-    """The `state_dict` with FP8 state in a checkpoint.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        FP8StateError: It holds no FP8 state.
-    """
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"`{path}` does not exist; expected a file written by torch.save or a "
-            ".safetensors file"
-        )
-    tree = _read(path)
-    found = _find(tree)
-    if found is None:
-        entries = sorted(map(str, tree)) if isinstance(tree, Mapping) else type(tree)
-        raise FP8StateError(f"`{path}` holds no FP8 state; its entries are {entries}")
-    return found
+from torch_ref._recipe import DelayedScaling, Format
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit code."""
+    """Runs the command line; returns the exit code, 2 for what it cannot report."""
     parser = argparse.ArgumentParser("python -m torch_ref.report", description=__doc__)
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--json", type=Path, help="write the report as JSON here")
     parser.add_argument("--plot", type=Path, help="draw the amax histories here")
+    parser.add_argument(
+        "--format",
+        choices=[Format.HYBRID.name, Format.E4M3.name],
+        default=Format.HYBRID.name,
+        help="the recipe's, which says what range gradients have (default: HYBRID)",
+    )
     options = parser.parse_args(argv)
+    recipe = DelayedScaling(fp8_format=Format[options.format])
     try:
-        report = scaling_report(read_checkpoint(options.checkpoint))
+        report = scaling_report(read_checkpoint(options.checkpoint), recipe=recipe)
+        if options.plot:
+            report.plot(options.plot)
+    except ImportError as e:
+        parser.exit(2, f"{parser.prog}: {e}: pip install 'fp8-recompute[report]'\n")
     except (FileNotFoundError, FP8StateError) as e:
         parser.exit(2, f"{parser.prog}: {e}\n")
     sys.stdout.write(f"{report}\n")
@@ -54,28 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.write(f"! {note}\n")
     if options.json:
         options.json.write_text(report.to_json())
-    if options.plot:
-        report.plot(options.plot)
     return 0
-
-
-def _read(path: Path) -> Any:
-    if path.suffix == ".safetensors":
-        from safetensors.torch import load_file
-
-        return load_file(path)
-    return torch.load(path, map_location="cpu", weights_only=True)
-
-
-def _find(tree: Any) -> Mapping[str, Any] | None:
-    if not isinstance(tree, Mapping):
-        return None
-    if any(isinstance(k, str) and k.endswith("_amax_history") for k in tree):
-        return tree
-    for node in tree.values():
-        if (found := _find(node)) is not None:
-            return found
-    return None
 
 
 if __name__ == "__main__":

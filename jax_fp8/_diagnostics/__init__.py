@@ -4,6 +4,6 @@
 
 from .usage import Fp8Usage as Fp8Usage
 from .usage import assert_fp8_used as assert_fp8_used
-from .scaling import ScalingReport as ScalingReport
-from .scaling import TensorReport as TensorReport
+from .table import ScalingReport as ScalingReport
+from .table import TensorReport as TensorReport
 from .scaling import scaling_report as scaling_report

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from flax.core import meta
 
 from jax_fp8._errors import FP8StateError
 from jax_fp8._scaling import ScalingState, observe
@@ -53,6 +55,34 @@ def layers(tree: Any) -> dict[Path, Layer]:
 
     map_layers(collect, tree)
     return found
+
+
+def check_layers(tree: Any) -> dict[Path, Layer]:
+    """`layers` of an `fp8_scaling` that may be broken or foreign.
+
+    Raises:
+        FP8StateError: There is no layer; a layer has more or fewer entries than it
+            needs; or a state has another shape or dtype, or a scale that is not
+            positive and finite. One message for all of them.
+    """
+    leaves = dict(_leaves(meta.unbox(tree)))
+    owners = {path[:n] for path in leaves if (n := _own_length(path)) is not None}
+    needed = {(*path, *leaf) for path in owners for leaf in _LEAVES}
+    shown = lambda paths: sorted("/".join(path) for path in paths)
+    if not owners or leaves.keys() != needed:
+        raise FP8StateError(
+            f"`{SCALING}` is not a complete state of FP8 layers: it lacks "
+            f"{shown(needed - leaves.keys())} and has {shown(leaves.keys() - needed)}, "
+            "which belong to none. Each layer has input, kernel and output_grad, with "
+            "scale and amax_history, and a tap. Restore the whole collection"
+        )
+    wrong = [text for path in sorted(owners) for text in _wrong(path, leaves)]
+    if wrong:
+        raise FP8StateError(
+            f"`{SCALING}` holds broken states: {'; '.join(wrong)}. Restore a "
+            "checkpoint that jax_fp8 saved, or drop the layer to start anew"
+        )
+    return layers(tree)
 
 
 def over_stack(fn: Callable[..., Any], state: ScalingState) -> Callable[..., Any]:
@@ -128,3 +158,42 @@ def check_same_tree(
         + "\nEvery step must receive and return the whole state. A loop must carry it "
         "or stack it (`fp8.scan`); it may not be closed over"
     )
+
+
+_LEAVES = [(r, f) for r in ROLES for f in ("scale", "amax_history")] + [(TAP,)]
+
+
+def _leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    if isinstance(tree, ScalingState):
+        tree = {"scale": tree.scale, "amax_history": tree.amax_history}
+    if not isinstance(tree, Mapping):
+        yield path, tree
+        return
+    for name, node in tree.items():
+        yield from _leaves(node, (*path, str(name)))
+
+
+def _own_length(path: Path) -> int | None:
+    """How much of a leaf's path names its layer; None if it belongs to no layer."""
+    return next(
+        (len(path) - len(leaf) for leaf in _LEAVES if path[-len(leaf) :] == leaf), None
+    )
+
+
+def _wrong(path: Path, leaves: Mapping[Path, Any]) -> Iterator[str]:
+    stack = np.shape(leaves[*path, ROLES[0], "scale"])
+    for role in ROLES:
+        scale, history = (
+            np.asarray(leaves[*path, role, field])
+            for field in ("scale", "amax_history")
+        )
+        name = "/".join((*path, role))
+        if scale.shape != stack or history.shape[:-1] != stack or not history.size:
+            yield f"`{name}` has shapes {scale.shape} and {history.shape}"
+        elif scale.dtype.kind != "f" or history.dtype.kind != "f":
+            yield f"`{name}` has dtypes {scale.dtype} and {history.dtype}"
+        elif not (np.isfinite(scale) & (scale > 0)).all():
+            yield f"`{name}` has the scale {scale}"
+    tap = np.asarray(leaves[*path, TAP])
+    if tap.shape != (*stack, 2) or tap.dtype.kind != "f":
+        yield f"`{'/'.join((*path, TAP))}` is {tap.dtype} {tap.shape}"

@@ -84,7 +84,8 @@ def test_the_report_counts_saturated_and_underflowed_elements(tmp_path):
     by_name = {t.tensor: t for t in report.tensors}
     scale = float(variables["fp8_scaling"]["input"].scale)
     products = np.abs(np.asarray(x, np.float64) * 6) * scale
-    assert by_name["input"].saturated == pytest.approx(np.mean(products > 448))
+    # Half a step above 448: up to there, clipping is what rounding would do.
+    assert by_name["input"].saturated == pytest.approx(np.mean(products > 464))
     assert by_name["input"].saturated > 0
     assert by_name["kernel"].underflowed < 0.01
     assert by_name["output_grad"].saturated is None

@@ -3,7 +3,7 @@
 # ruff: noqa: I001  (reading order)
 
 from .usage import assert_fp8_used as assert_fp8_used
-from .scaling import ScalingReport as ScalingReport
-from .scaling import TensorReport as TensorReport
+from .table import ScalingReport as ScalingReport
+from .table import TensorReport as TensorReport
 from .scaling import capture_operands as capture_operands
 from .scaling import scaling_report as scaling_report

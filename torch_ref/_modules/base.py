@@ -162,7 +162,7 @@ class Fp8Module(nn.Module):
         length = len(self.scaling_state(role).amax_history)
         if found == [None, None]:
             return self._new_state(state_dict, prefix, role, length)
-        _check_loaded(name, *found)
+        check_state(name, *found)
         scale, history = (
             state_dict[f"{name}_{field}"].to(torch.float32)
             for field in ScalingState._fields
@@ -204,7 +204,8 @@ def _check_extra_state(state_dict: dict[str, Any], prefix: str) -> None:
     )
 
 
-def _check_loaded(name: str, scale: Any, history: Any) -> None:
+def check_state(name: str, scale: Any, history: Any) -> None:
+    """Raises an `FP8StateError` unless both make a state that can be used."""
     ok = (
         isinstance(scale, Tensor)
         and isinstance(history, Tensor)
