@@ -155,6 +155,10 @@ AT = "fp8_scaling/layer"
         (GOOD_JAX | {f"{AT}/input/amax_history": np.ones(4, np.int32)}, "int32"),
         (GOOD_JAX | {f"{AT}/input/scale": np.float32(np.nan)}, "the scale nan"),
         (GOOD_JAX | {f"{AT}/input/scale": np.float32(0)}, "the scale 0.0"),
+        (
+            GOOD_JAX | {f"{AT}/input/amax_history": np.float32([0, -1, 2])},
+            "negative amaxes",
+        ),
         (GOOD_JAX | {f"{AT}/tap": np.ones(3, np.float32)}, "`layer/tap` is float32"),
         ({"params/kernel": np.ones(3)}, "its entries are ['params']"),
         ({"_overwrite_with_gradient/l/x": np.ones(3)}, "`fp8.from_flax_fp8_ops`"),

@@ -194,6 +194,8 @@ def _wrong(path: Path, leaves: Mapping[Path, Any]) -> Iterator[str]:
             yield f"`{name}` has dtypes {scale.dtype} and {history.dtype}"
         elif not (np.isfinite(scale) & (scale > 0)).all():
             yield f"`{name}` has the scale {scale}"
+        elif (history < 0).any():
+            yield f"`{name}` has negative amaxes"
     tap = np.asarray(leaves[*path, TAP])
     if tap.shape != (*stack, 2) or tap.dtype.kind != "f":
         yield f"`{'/'.join((*path, TAP))}` is {tap.dtype} {tap.shape}"

@@ -94,6 +94,13 @@ class ScalingReport:
 
     Args:
         tensors: One entry per tensor, in the order of the modules.
+
+    >>> row = TensorReport.of(
+    ...     "fc1.input", "input", fp8_max=448.0, scale=2.0, history=[0.0, 112.0, 96.0]
+    ... )
+    >>> print(ScalingReport([row]))
+    tensor     amax  scale  use  saturated  underflowed  note
+    fc1.input  112   2      0.5  -          -
     """
 
     tensors: list[TensorReport]
