@@ -306,6 +306,22 @@ def test_meta_module_loads_with_assign():
     assert module.input_scale == other.input_scale
 
 
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_state_made_for_loaded_parameters_has_no_graph(assign):
+    """`state_dict(keep_vars=True)` holds parameters, which require gradients."""
+    plain, module = torch.nn.Linear(WIDTH, WIDTH), te.Linear(WIDTH, WIDTH)
+    with torch.no_grad():
+        plain.weight.mul_(1e5)
+    module.load_state_dict(plain.state_dict(keep_vars=True), assign=assign)
+    assert module.weight_scale == 448 / plain.weight.detach().abs().max()
+    assert not any(b.requires_grad for b in module.buffers())
+    for _ in range(2):
+        with fp8():
+            y = module(normal(1, 4, WIDTH))
+        y.sum().backward()
+    assert not any(b.requires_grad for b in module.buffers())
+
+
 def test_cast_buffers_are_refused_by_name():
     module = linear()
     module.input_scale = module.input_scale.half()

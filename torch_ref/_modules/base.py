@@ -174,7 +174,10 @@ class Fp8Module(nn.Module):
     ) -> ScalingState:
         layer = next(layer for layer in self.layers if role.startswith(layer))
         weights = [state_dict.get(prefix + name) for name in self.weight_names(layer)]
-        weights = [w for w in weights if isinstance(w, Tensor) and not w.is_meta]
+        # Detached: `assign` would keep a scale that is part of an autograd graph.
+        weights = [
+            w.detach() for w in weights if isinstance(w, Tensor) and not w.is_meta
+        ]
         if not weights:
             return init_scaling(length, self.scaling_state(role).scale.device)
         state = init_scaling(length, weights[0].device)
