@@ -80,6 +80,25 @@ def test_maximum_of_all_uses_never_the_sum_nor_the_last():
     y.backward(torch.ones_like(y))
 
 
+def test_observe_keeps_the_larger_amax():
+    state = te.ScalingState(torch.ones(()), torch.tensor([0.0, 5.0]))
+    for amax in (3.0, 2.0):
+        state = te.observe(state, torch.tensor(amax))
+    assert state.amax_history.tolist() == [3, 5]
+
+
+@pytest.mark.parametrize(("value", "largest"), [(2.0, 9.0), (31.0, 31.0)])
+def test_a_loaded_write_slot_belongs_to_the_next_step(value, largest):
+    """A state that was saved in mid-step, as transformer_engine saves all of its."""
+    module = linear()
+    slot = torch.tensor([9.0, 0.0, 1.0, 0.0])
+    module.load_state_dict({**module.state_dict(), "input_amax_history": slot})
+    with fp8():
+        module(constant(value))
+    assert module.input_amax_history.tolist() == [0, 1, 0, largest]
+    assert module.input_scale == scale_of(largest)
+
+
 def test_gradient_maximum_over_one_backward():
     module = linear()
     with fp8():
