@@ -52,7 +52,7 @@ lint: $(READY)  ## ruff: rules and format
 	$(PY) -m pip install -q ruff && $(PY) -m ruff check . && $(PY) -m ruff format --check .
 
 types: $(READY)  ## pyright
-	$(PY) -m pip install -q "pyright[nodejs]" && $(PY) -m pyright
+	$(PY) -m pip install -q "pyright[nodejs]" && $(PY) -m pyright --pythonpath $(PY)
 
 docs: $(READY)  ## the documentation site, warnings are errors
 	$(PY) -m pip install -q -c constraints.txt -e ".[docs]" && $(PY) -m mkdocs build --strict

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import flax.errors
 import flax.linen as nn
@@ -142,7 +142,7 @@ def _subclass(model: M, plan: _Plan, methods: Sequence[str]) -> M:
     space: dict[str, Any] = {name: _wrap(getattr(base, name), plan) for name in methods}
     for name in ("__module__", "__qualname__", "__doc__"):
         space[name] = getattr(base, name)
-    cls = type(base.__name__, (base,), space)
+    cls = cast("type[M]", type(base.__name__, (base,), space))
     fields = {
         f.name: getattr(model, f.name) for f in dataclasses.fields(model) if f.init
     }

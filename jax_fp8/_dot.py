@@ -146,5 +146,6 @@ def check_tap_is_differentiated(spec: Gemm, inputs: Any, tap: Any) -> None:
 def materialize(cotangent: Any) -> Any:
     """Zeros for a cotangent that is symbolically zero."""
     if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
-        return jnp.zeros(cotangent.shape, cotangent.dtype)
+        aval: Any = cotangent
+        return jnp.zeros(aval.shape, aval.dtype)
     return cotangent

@@ -164,12 +164,16 @@ def _bwd(
     dx, dw1 = dgrad(q_h, q_w1, s1).astype(s1.x_dtype), wgrad(q_x, q_h, s1)
 
     db2 = bias_gradient(dy, m_axes, s2) if s2.bias else None
-    no_scales = None
     return (
         dx,
-        Layer(dw1, db1, None, no_scales, next_tap(taps[0], amax_h)),
-        Layer(dw2, db2, None, no_scales, next_tap(taps[1], amax_g)),
+        _cotangent(dw1, db1, next_tap(taps[0], amax_h)),
+        _cotangent(dw2, db2, next_tap(taps[1], amax_g)),
     )
+
+
+def _cotangent(kernel: Array, bias: Array | None, tap: Tap) -> Layer:
+    scales: Any = None  # they have none
+    return Layer(kernel, bias, None, scales, tap)
 
 
 def _gradient(
@@ -178,6 +182,7 @@ def _gradient(
     """`act'(h) * da` as an operand, its amax, and the bias gradient."""
     fmt, rows = spec.fc1.grad_dtype, hidden.shape[:-1]
     flat = lambda v: v.reshape(math.prod(rows), v.shape[-1])
+    q_t: Any  # there, as every job of this kernel makes it
     q, observed, q_t, sums = dact_cast_transpose(
         flat(da),
         flat(hidden),
@@ -192,7 +197,7 @@ def _gradient(
         scale,
         fmt,
     )
-    db = round_to(sums, spec.fc1.dtype) if spec.fc1.bias else None
+    db = None if sums is None else round_to(sums, spec.fc1.dtype)
     return operand, across_ranks(observed, spec.fc1), db
 
 

@@ -6,6 +6,7 @@ The names are given where the values are made, in `_gemm.py`.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,10 @@ from ._gemm import DOT_NAME, INPUT_NAME, KERNEL_NAME
 
 class _Policy:
     """A policy that combines with others, also with those of `jax`."""
+
+    @abc.abstractmethod
+    def __call__(self, prim: Any, *avals: Any, **params: Any) -> Any:
+        """Whether to keep what `prim` makes, as `jax.checkpoint` asks it."""
 
     def __or__(self, other: Callable[..., Any]) -> AnyOf:
         return AnyOf((self, other))

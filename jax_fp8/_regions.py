@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import flax.linen as nn
 import flax.struct
@@ -74,13 +74,13 @@ def remat(
         )
     options = {"policy": policy, "prevent_cse": prevent_cse}
     if not (isinstance(target, type) and issubclass(target, nn.Module)):
-        return functools.wraps(target)(_as_region(target, options))
+        return cast("Target", functools.wraps(target)(_as_region(target, options)))
     body: dict[str, Any] = {
         name: _as_region(getattr(target, name), options) for name in methods
     }
     for name in ("__module__", "__qualname__", "__doc__"):
         body[name] = getattr(target, name)
-    return type(target.__name__, (target,), body)
+    return cast("Target", type(target.__name__, (target,), body))
 
 
 def _as_region(fn: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:

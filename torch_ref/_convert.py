@@ -56,7 +56,9 @@ def convert(
     chosen = _choose(model, predicate)
     _check(model, predicate, chosen)
     # One new layer per old one, so that a layer that is shared stays shared.
-    new = {old: _replacement(old, amax_history_len) for old in chosen.values()}
+    new: dict[nn.Module, nn.Module] = {
+        old: _replacement(old, amax_history_len) for old in chosen.values()
+    }
     for path, module in list(model.named_modules(remove_duplicate=False)):
         if path and module in new:
             parent, _, name = path.rpartition(".")

@@ -87,7 +87,7 @@ GEMM supports; use Format.HYBRID (E5M2 for gradients only) or Format.E4M3
     fp8_format: Format = Format.HYBRID
     amax_history_len: int = 1024
     amax_compute_algo: AmaxComputeAlgo | Callable[[Any], Any] = "max"
-    scaling_factor_compute_algo: Callable[[Any, Any, float, Any], Any] | None = None
+    scaling_factor_compute_algo: Callable[[Any, Any, Any, Any], Any] | None = None
     reduce_amax: bool = True
     fp8_dpa: bool = False
     fp8_mha: bool = False

@@ -57,7 +57,7 @@ def scaling_report(
             histories = np.asarray(layer[role].amax_history, np.float32)
             for index in np.ndindex(scales.shape):
                 values = [v[index] for v in operands.get(role, [])]
-                saturated, underflowed = _shares(values, scales[index], fp8_max)
+                saturated, underflowed = _shares(values, float(scales[index]), fp8_max)
                 found.append(
                     TensorReport.of(
                         name + "".join(f"[{i}]" for i in index),
@@ -74,12 +74,14 @@ def scaling_report(
 
 
 def _shares(
-    values: list[np.ndarray], scale: np.float32, fp8_max: float
+    values: list[np.ndarray], scale: float, fp8_max: float
 ) -> tuple[float | None, float | None]:
     values = [v for v in values if v.size]
     if not values:
         return None, None
-    products = np.concatenate([np.abs(v).ravel() * np.float64(scale) for v in values])
+    products = np.concatenate(
+        [np.abs(v).ravel().astype(np.float64) * scale for v in values]
+    )
     lost = (products > 0) & (products <= HALF_STEP[fp8_max])
     return float(np.mean(products > CLIPPED[fp8_max])), float(np.mean(lost))
 

@@ -86,7 +86,7 @@ def to_te_torch(
             modules.setdefault(product.prefix[:-1], []).append(product)
     for module, found in modules.items():
         states = [get(variables[SCALING], p.path) for p in found]
-        unused = None
+        unused: Any = None
         fwd = [s for node in states for s in (node["input"], node["kernel"], unused)]
         bwd = [s for node in states for s in (node["output_grad"], unused)]
         for direction, columns in (("fwd", fwd), ("bwd", bwd)):

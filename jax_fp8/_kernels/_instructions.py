@@ -21,7 +21,8 @@ _PTX_FORMAT = {
     jnp.dtype(jnp.float8_e4m3fn): "e4m3x2",
     jnp.dtype(jnp.float8_e5m2): "e5m2x2",
 }
-Rows = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+# Four of them: what one program holds of four rows.
+Rows = tuple[jax.Array, ...]
 
 
 @runtime_checkable

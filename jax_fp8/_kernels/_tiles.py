@@ -84,13 +84,13 @@ def choose_tile(rows: int, cols: int, tile: Tile) -> Tile | None:
     >>> choose_tile(17, 4096, Tile(128, 64, 4)) is None
     True
     """
-    fit = [
-        next((s for s in (128, 64, 32, 16) if s <= most and n and n % s == 0), None)
-        for n, most in ((rows, tile.rows), (cols, tile.cols))
-    ]
-    if None in fit:
+    fit = lambda n, most: next(
+        (s for s in (128, 64, 32, 16) if s <= most and n and n % s == 0), None
+    )
+    height, width = fit(rows, tile.rows), fit(cols, tile.cols)
+    if height is None or width is None:
         return None
-    return Tile(fit[0], fit[1], tile.num_warps if fit[0] * fit[1] >= 1024 else 1)
+    return Tile(height, width, tile.num_warps if height * width >= 1024 else 1)
 
 
 def quantize_tiles(

@@ -31,7 +31,8 @@ def transpose_codes(codes: jax.Array) -> jax.Array:
     >>> transpose_codes(jnp.zeros((2, 3), jnp.uint8)).shape
     (3, 2)
     """
-    if choose_tile(*codes.shape, TILE) is None or is_manual((codes,)):
+    m, n = codes.shape
+    if choose_tile(m, n, TILE) is None or is_manual((codes,)):
         return swap(codes)
 
     @custom_vmap
@@ -71,7 +72,8 @@ def _program(codes_ref: Any, out_ref: Any) -> None:
 
 
 def _local(codes: jax.Array) -> jax.Array:
-    fit = choose_tile(*codes.shape, TILE)
+    m, n = codes.shape
+    fit = choose_tile(m, n, TILE)
     return swap(codes) if fit is None else transpose_tiles(codes, tile=fit)
 
 

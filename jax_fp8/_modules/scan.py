@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import flax.linen as nn
 
@@ -68,7 +68,9 @@ def scan(
             "made afterwards: `fp8.scan(Block, length=24)(features=...)`"
         )
     axes = dict(variable_axes or {})
-    rngs = {"params": not shared, "dropout": True} | dict(split_rngs or {})
+    rngs: dict[Any, bool] = {"params": not shared, "dropout": True} | dict(
+        split_rngs or {}
+    )
     if not shared:
         axes = {"params": 0, **SCAN_AXES} | axes
 
@@ -86,7 +88,7 @@ def scan(
         )
 
     body = {name: getattr(target, name) for name in _NAMES} | {"__call__": call}
-    return type(target.__name__, (target,), body)
+    return cast("type[M]", type(target.__name__, (target,), body))
 
 
 _NAMES = ("__module__", "__qualname__", "__doc__")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -109,4 +110,5 @@ def _fit_kernel(state: ScalingState, params: Any, path: Path) -> ScalingState:
     found: Array = largest(jnp.asarray(kernel))
     fp8_max = jnp.float32(FP8_MAX[E4M3])
     clipped = (found > fp8_max) & jnp.isfinite(found)
-    return state.replace(scale=jnp.where(clipped, fp8_max / found, state.scale))
+    scale = jnp.where(clipped, fp8_max / found, state.scale)
+    return dataclasses.replace(state, scale=scale)

@@ -88,7 +88,7 @@ def _read(path: Path) -> Any:
     return torch.load(path, map_location="cpu", weights_only=True)
 
 
-def _read_distributed(path: Path) -> dict[str, Any]:
+def _read_distributed(path: Path) -> dict[Any, Any]:
     """The tensors beside FP8 states, by name; no optimiser."""
     found = [path] if (path / ".metadata").exists() else []
     found = found or sorted(p.parent for p in path.glob("*/.metadata"))

@@ -145,20 +145,21 @@ def _tensor_report(
     values: list[Tensor],
     recipe: DelayedScaling,
 ) -> TensorReport:
-    history = lambda role: state.get(f"{layer}{role}{_HISTORY}")
-    scale, own = state.get(f"{layer}{role}_scale"), history(role)
-    check_state(layer + role, scale, own)
+    name = layer + role
+    check_state(name, state.get(f"{name}_scale"), state.get(name + _HISTORY))
+    scale, history = float(state[f"{name}_scale"]), state[name + _HISTORY]
     fp8_max = recipe.max_bwd if role == "output_grad" else recipe.max_fwd
-    saturated, underflowed = _shares(values, float(scale), fp8_max)
+    saturated, underflowed = _shares(values, scale, fp8_max)
     hint = ""
-    if role == "output_grad" and not own.any() and history("input").any():
+    observed = state[f"{layer}input{_HISTORY}"].any()
+    if role == "output_grad" and observed and not history.any():
         hint = "never observed: did a backward run?"
     return TensorReport.of(
-        layer + role,
+        name,
         role,
         fp8_max=fp8_max,
-        scale=float(scale),
-        history=own.float().tolist(),
+        scale=scale,
+        history=history.float().tolist(),
         saturated=saturated,
         underflowed=underflowed,
         hint=hint,

@@ -68,7 +68,7 @@ class Fp8Module(nn.Module):
             TypeError: Something has changed the dtype of the state.
         """
         # Without `nn.Module.__getattr__`: a step asks for every state several times.
-        buffers = self._buffers
+        buffers: dict[str, Any] = self._buffers
         state = ScalingState(buffers[f"{role}_scale"], buffers[f"{role}_amax_history"])
         if state.scale.dtype == state.amax_history.dtype == torch.float32:
             return state
