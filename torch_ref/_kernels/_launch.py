@@ -92,7 +92,7 @@ def next_states(
     new_scales, new_histories = torch.empty_like(scales), torch.empty_like(histories)
     rows, length = histories.shape
     with _on(scales.device):
-        update_state[rows,](
+        update_state[rows,](  # pyright: ignore[reportIndexIssue]  a Triton program
             scales,
             histories,
             new_scales,
@@ -178,7 +178,7 @@ def _launch(
     grid = -(-rows // tile_m), -(-columns // tile_n)
     partial = new((grid[0], width), torch.float32) if sums else None
     with _on(x.device):
-        quantize_tile[grid](
+        quantize_tile[grid](  # pyright: ignore[reportIndexIssue]  a Triton program
             x,
             x if h is None else h,
             scale,
