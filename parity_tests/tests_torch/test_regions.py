@@ -184,6 +184,24 @@ def test_failed_recompute_can_be_repeated(reentrant):
     assert differences(*results) == []
 
 
+def test_a_failed_forward_can_be_repeated_in_its_contexts():
+    """What a failed first run wrote is no part of the region."""
+    module, x = layer(), batch(0)
+    with fp8():
+        forward, recompute = te.get_activation_recompute_contexts()
+    with pytest.raises(KeyError), fp8(), forward:
+        module(module(100 * x))
+        raise KeyError("on purpose")
+    with fp8(), forward:
+        y = module(x)
+    with fp8():
+        module(100 * x)
+    with recompute:
+        again = module(x)
+    assert module.input_scale != 1
+    assert torch.equal(y, again)
+
+
 def mismatches():
     a, b = layer(1), layer(2)
     other = [False]
