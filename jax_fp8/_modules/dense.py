@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,8 @@ import flax.linen as nn
 import jax.numpy as jnp
 from flax.linen.dtypes import promote_dtype
 
+from jax_fp8._context import is_fp8_enabled
+from jax_fp8._sharding import Labels, explicit_mesh, on_auto_axes, product_spec
 from jax_fp8._typing import AnyFloat
 
 from .state import fp8_product, init_state, path_of
@@ -46,9 +49,14 @@ class Dense(nn.Dense):
     def __call__(self, inputs: AnyFloat) -> AnyFloat:
         """Returns `[*m, features]` for inputs `[*m, k]`."""
         refuse_dot_general(self)
-        if not init_state(self):
+        fp8 = init_state(self)
+        if not (fp8 or has_explicit_axes(self, inputs)):
             return super().__call__(inputs)
         kernel, bias = _params(self, inputs)
+        if not fp8:
+            rows = range(jnp.ndim(inputs) - 1)
+            labels = [*rows, "k"], ["k", "n"], [*rows, "n"]
+            return flax_layer(self, nn.Dense, labels, inputs, kernel, bias)
         inputs, kernel, bias = self.promote_dtype(
             inputs, kernel, bias, dtype=self.dtype
         )
@@ -67,8 +75,9 @@ class FusedDense(Dense):
     @nn.compact
     def __call__(self, inputs: AnyFloat) -> AnyFloat:
         """Returns `[*m, features]` for inputs `[*m, k]`."""
-        if not init_state(self):
+        if not is_fp8_enabled():
             return super().__call__(inputs)
+        init_state(self)
         kernel, bias = _params(self, inputs)
         kernel, bias = self.promote_dtype(kernel, bias, dtype=self.dtype)
         return fp8_product(self, inputs, kernel, bias, out_dtype=self.out_dtype)
@@ -81,6 +90,43 @@ def _params(module: nn.Dense, inputs: AnyFloat) -> tuple[AnyFloat, AnyFloat | No
         return kernel, None
     bias = module.param("bias", module.bias_init, shape[-1:], module.param_dtype)
     return kernel, bias
+
+
+def has_explicit_axes(module: nn.Module, inputs: AnyFloat) -> bool:
+    """Whether the module's values are on a mesh with explicit axes."""
+    return explicit_mesh(inputs, module.get_variable("params", "kernel")) is not None
+
+
+def flax_layer(
+    module: nn.Module,
+    cls: Callable[..., nn.Module],
+    labels: tuple[Labels, Labels, Labels],
+    inputs: AnyFloat,
+    kernel: AnyFloat,
+    bias: AnyFloat | None,
+    **fields: Any,
+) -> AnyFloat:
+    """The Flax layer that `module` is with FP8 off, sharded as it is with FP8 on.
+
+    Args:
+        module: An instance of a subclass of `cls`.
+        cls: The layer in `flax.linen`.
+        labels: Of the axes of inputs, kernel and result, for `product_spec`.
+        inputs: As the layer takes them.
+        kernel: Its parameter.
+        bias: Its parameter, or None.
+        **fields: Fields of the layer that differ from the module's.
+    """
+    own = {f.name: getattr(module, f.name) for f in dataclasses.fields(cls)}
+    layer = cls(**{**own, **fields, "name": None, "parent": None})
+    params = {"kernel": kernel} | ({} if bias is None else {"bias": bias})
+    of_x, of_kernel, of_y = labels
+    return on_auto_axes(
+        lambda x, params: layer.apply({"params": params}, x),
+        lambda x, params: product_spec((x, of_x), (params["kernel"], of_kernel), of_y),
+        inputs,
+        params,
+    )
 
 
 def refuse_dot_general(module: nn.Module) -> None:

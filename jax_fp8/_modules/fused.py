@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import flax.linen as nn
 import jax.numpy as jnp
 from flax.core import meta
 
-from jax_fp8._fused_mlp import Mlp, fp8_mlp
+from jax_fp8._fused_mlp import Layer, Mlp, fp8_mlp
 from jax_fp8._kernels import Activation
+from jax_fp8._sharding import REPLICATED, on_auto_axes, product_spec
 from jax_fp8._typing import AnyFloat
 
 from .dense import FusedDense
@@ -44,7 +48,17 @@ def fused_mlp(
         uses.append(begin_use(layer, x, kernel, bias))
     first, second = uses
     spec = Mlp(first.spec, second.spec, activation)
-    y, taps, amaxes = fp8_mlp(spec, first.x, first.layer, second.layer)
+    mlp = functools.partial(fp8_mlp, spec)
+    y, taps, amaxes = on_auto_axes(
+        mlp, _result_specs, first.x, first.layer, second.layer
+    )
     for layer, use, tap, seen in zip((fc1, fc2), uses, taps, amaxes, strict=True):
         end_use(layer, use, tap, seen)
     return y
+
+
+def _result_specs(x: AnyFloat, _: Layer, fc2: Layer) -> Any:
+    """How the results of `fp8_mlp` are sharded on a mesh with explicit axes."""
+    rows = range(x.ndim - 1)
+    y = product_spec((x, [*rows, "k"]), (fc2.kernel, ["f", "n"]), [*rows, "n"])
+    return y, REPLICATED, REPLICATED

@@ -7,6 +7,7 @@ the operands transposed to `lhs [*b,*m,*k]` and `rhs [*b,*k,*n]` that is the pro
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,9 +20,10 @@ from flax.core import meta
 from flax.linen.dtypes import promote_dtype
 from jax import lax
 
+from jax_fp8._sharding import Labels, on_auto_axes, product_spec
 from jax_fp8._typing import AnyFloat, DType
 
-from .dense import refuse_dot_general
+from .dense import flax_layer, has_explicit_axes, refuse_dot_general
 from .state import fp8_product, init_state, path_of
 
 Axes = Sequence[int]
@@ -65,14 +67,18 @@ class DotGeneral(nn.Module):
                 "`dot_general_cls=fp8.DotGeneral`"
             )
         if not init_state(self):
-            return lax.dot_general(
-                lhs,
-                rhs,
-                dimension_numbers,
-                precision,
-                preferred_element_type,
+            dot = functools.partial(
+                lax.dot_general,
+                dimension_numbers=dimension_numbers,
+                precision=precision,
+                preferred_element_type=preferred_element_type,
                 **options,
             )
+            if options.get("out_sharding") is not None:
+                return dot(lhs, rhs)
+            of_lhs, of_rhs, of_y = _labels(lhs.ndim, rhs.ndim, dimension_numbers)
+            specs = lambda lhs, rhs: product_spec((lhs, of_lhs), (rhs, of_rhs), of_y)
+            return on_auto_axes(dot, specs, lhs, rhs)
         y = fp8_dot_general(self, lhs, rhs, dimension_numbers)
         return y.astype(preferred_element_type or y.dtype)
 
@@ -97,7 +103,8 @@ class DenseGeneral(nn.DenseGeneral):
     def __call__(self, inputs: AnyFloat) -> AnyFloat:
         """Returns `[*batch, *m, *features]`."""
         refuse_dot_general(self)
-        if not init_state(self):
+        fp8 = init_state(self)
+        if not (fp8 or has_explicit_axes(self, inputs)):
             return super().__call__(inputs)
         features = _tuple(self.features)
         axis = _normalize(self.axis, inputs.ndim)
@@ -111,12 +118,15 @@ class DenseGeneral(nn.DenseGeneral):
         if self.use_bias:
             flat = (math.prod(batch_shape) * math.prod(features),)
             bias = self._param("bias", self.bias_init, (*batch_shape, *features), flat)
-        inputs, kernel, bias = self.promote_dtype(
-            inputs, kernel, bias, dtype=self.dtype
-        )
         leading = tuple(range(len(batch)))
         contracted = tuple(range(len(batch), len(batch) + len(axis)))
         dims = ((axis, contracted), (batch, leading))
+        if not fp8:
+            labels = _labels(inputs.ndim, kernel.ndim, dims)
+            return flax_layer(self, nn.DenseGeneral, labels, inputs, kernel, bias)
+        inputs, kernel, bias = self.promote_dtype(
+            inputs, kernel, bias, dtype=self.dtype
+        )
         return fp8_dot_general(self, inputs, kernel, dims, bias)
 
     def _param(
@@ -160,17 +170,23 @@ class Einsum(nn.Einsum):
     @nn.compact
     def __call__(self, inputs: AnyFloat, einsum_str: str | None = None) -> AnyFloat:
         """Returns the einsum of `inputs` and the kernel, plus the bias."""
-        if not init_state(self):
+        fp8 = init_state(self)
+        if not (fp8 or has_explicit_axes(self, inputs)):
             return super().__call__(inputs, einsum_str)
         equation = nn.merge_param("einsum_str", self.einsum_str, einsum_str)
         kernel = self.param("kernel", self.kernel_init, self.shape, self.param_dtype)
         lhs, rhs, out = _parse(equation, inputs, kernel, path_of(self))
+        if fp8:
+            _check_product(equation, lhs, rhs, out, path_of(self))
         sizes = dict(zip(rhs, kernel.shape, strict=True))
         bias_axes = [a for a in out if a in rhs]
         bias = None
         if self.use_bias:
             shape = tuple(sizes[a] for a in bias_axes)
             bias = self.param("bias", self.bias_init, shape, self.param_dtype)
+        if not fp8:
+            labels, own = (lhs, rhs, out), {"einsum_str": equation}
+            return flax_layer(self, nn.Einsum, labels, inputs, kernel, bias, **own)
         inputs, kernel, bias = self.promote_dtype(
             inputs, kernel, bias, dtype=self.dtype
         )
@@ -219,6 +235,21 @@ def fp8_dot_general(
     )
 
 
+def _labels(
+    lhs_ndim: int, rhs_ndim: int, dimension_numbers: DimensionNumbers
+) -> tuple[Labels, Labels, Labels]:
+    """A label per axis of the operands and of the result of `lax.dot_general`."""
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
+    lhs = [f"m{i}" for i in range(lhs_ndim)]
+    rhs = [f"n{i}" for i in range(rhs_ndim)]
+    shared = zip((*lhs_contract, *lhs_batch), (*rhs_contract, *rhs_batch), strict=True)
+    for i, j in shared:
+        rhs[j] = lhs[i]
+    batch = [lhs[i] for i in lhs_batch]
+    alone = lambda of, other: [label for label in of if label not in other]
+    return lhs, rhs, [*batch, *alone(lhs, rhs), *alone(rhs, lhs)]
+
+
 def _parse(
     equation: str, inputs: AnyFloat, kernel: AnyFloat, path: str
 ) -> tuple[str, str, str]:
@@ -231,6 +262,10 @@ def _parse(
     shapes = (jax.ShapeDtypeStruct(v.shape, v.dtype) for v in (inputs, kernel))
     operands, out, _ = opt_einsum.parser.parse_einsum_input((equation, *shapes))
     lhs, rhs = operands.split(",")
+    return lhs, rhs, out
+
+
+def _check_product(equation: str, lhs: str, rhs: str, out: str, path: str) -> None:
     lonely = (set(lhs) ^ set(rhs)) - set(out)
     repeated = {a for part in (lhs, rhs, out) for a in part if part.count(a) > 1}
     if lonely or repeated:
@@ -239,7 +274,6 @@ def _parse(
             "between the operands or kept, once. Sum or take the diagonal of "
             f"{sorted(lonely | repeated)} before the layer"
         )
-    return lhs, rhs, out
 
 
 def _tuple(value: int | Sequence[int]) -> tuple[int, ...]:

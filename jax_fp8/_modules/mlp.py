@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, get_args
 
@@ -11,6 +12,7 @@ from jax.nn import initializers
 
 from jax_fp8._context import is_fp8_enabled
 from jax_fp8._kernels import Activation, activate
+from jax_fp8._sharding import on_auto_axes, part_spec
 from jax_fp8._typing import AnyFloat
 
 from .dense import FusedDense
@@ -99,4 +101,6 @@ class LayerNormMLP(nn.Module):
         hidden = fc1(inputs)
         if is_fp8_enabled():
             hidden = hidden.astype(jnp.float32)
-        return fc2(activate(self.activation, hidden))
+        act = functools.partial(activate, self.activation)
+        specs = lambda hidden: part_spec(hidden, 2 if gated else 1)
+        return fc2(on_auto_axes(act, specs, hidden))

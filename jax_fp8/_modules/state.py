@@ -14,7 +14,8 @@ third, optional, is made by `quantize_kernels`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -35,6 +36,7 @@ from jax_fp8._gemm import Amaxes, Gemm, KernelCodes, Scales
 from jax_fp8._quantize import E4M3, E5M2
 from jax_fp8._recipe import Format
 from jax_fp8._scaling import ScalingState, init_scaling, observe
+from jax_fp8._sharding import REPLICATED, on_auto_axes, product_spec
 from jax_fp8._typing import AnyFloat, Array, DType, Scalar
 
 SCALING = "fp8_scaling"
@@ -91,9 +93,27 @@ def fp8_product(
         `[*b, *m, *n]` in `out_dtype`.
     """
     use = begin_use(module, x, kernel, *args, **options)
-    y, tap, amaxes = fp8_dot(use.spec, use.x, *use.layer)
+    dot = functools.partial(fp8_dot, use.spec)
+    y, tap, amaxes = on_auto_axes(dot, _result_specs(use.spec), use.x, *use.layer)
     end_use(module, use, tap, amaxes)
     return y
+
+
+def _result_specs(spec: Gemm) -> Callable[..., Any]:
+    """How the results of `fp8_dot` are sharded on a mesh with explicit axes."""
+
+    def specs(x: AnyFloat, kernel: AnyFloat, *_: Any) -> Any:
+        shared, contracted = range(spec.batch), [f"k{i}" for i in range(spec.contract)]
+        rows = [f"m{i}" for i in range(x.ndim - spec.batch - spec.contract)]
+        columns = [f"n{i}" for i in range(kernel.ndim - spec.batch - spec.contract)]
+        y = product_spec(
+            (x, [*shared, *rows, *contracted]),
+            (kernel, [*shared, *contracted, *columns]),
+            [*shared, *rows, *columns],
+        )
+        return y, REPLICATED, REPLICATED
+
+    return specs
 
 
 class Use(NamedTuple):
@@ -146,7 +166,6 @@ def begin_use(
     if not module.is_initializing():  # `init` would return the captured tensors
         for name, value in (("input", x), ("kernel", kernel)):
             module.sow(OPERANDS, name, value)
-    _refuse_explicit_axes(module, x, kernel)
     x, kernel, bias, axis_names = _align(x, kernel, bias, input_scale, autocast)
     spec = Gemm(
         path=path_of(module),
@@ -265,17 +284,6 @@ def _quantized_kernel(
     if module.has_variable(KERNELS, "codes_t"):
         codes_t = module.get_variable(KERNELS, "codes_t")
     return KernelCodes(codes, codes_t), scale, amax
-
-
-def _refuse_explicit_axes(module: nn.Module, *operands: AnyFloat) -> None:
-    """Explicit axes want an output sharding for every product; none is asked for."""
-    specs = (getattr(jax.typeof(v), "sharding", None) for v in operands)
-    if any(s is not None and any(axis for axis in s.spec) for s in specs):
-        raise ValueError(
-            f"`{path_of(module)}` got operands on a mesh with explicit axes, which are "
-            "not supported. Let XLA propagate shardings: `jax.make_mesh(shape, names, "
-            "axis_types=(jax.sharding.AxisType.Auto,) * len(names))`"
-        )
 
 
 def _align(

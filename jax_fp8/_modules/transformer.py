@@ -10,6 +10,13 @@ import jax
 import jax.numpy as jnp
 from jax.nn import initializers
 
+from jax_fp8._sharding import (
+    explicit_mesh,
+    on_auto_axes,
+    part_spec,
+    sharded_like,
+    spec_of,
+)
 from jax_fp8._typing import AnyFloat, Array
 
 from .dense import Dense
@@ -44,21 +51,35 @@ class SelfAttention(nn.Module):
         qkv = LayerNormDense(
             3 * width, name="layernorm_qkv", **self.options, **self.norm_options
         )(inputs)
+        dropped = self.dropout and not deterministic
+        rng = self.make_rng("dropout") if dropped else None
+        specs = lambda qkv, *_: part_spec(qkv, 3)
+        context = on_auto_axes(self._attend, specs, qkv, mask, rng)
+        return Dense(width, name="proj", **self.options)(context)
+
+    @nn.nowrap
+    def _attend(self, qkv: AnyFloat, mask: Array | None, rng: Array | None) -> AnyFloat:
+        """Attention of `qkv [*batch, sequence, 3 hidden]`, with dropout given `rng`."""
         heads = lambda v: v.reshape(*v.shape[:-1], self.num_heads, -1)
         query, key, value = (heads(v) for v in jnp.split(qkv, 3, axis=-1))
         # The softmax of both mixes BF16 and float32.
         with jax.numpy_dtype_promotion("standard"):
-            if self.dropout and not deterministic:
-                context = self._dropout_attention(query, key, value, mask)
+            if rng is not None:
+                context = self._dropout_attention(query, key, value, mask, rng)
             else:
                 context = jax.nn.dot_product_attention(
                     query, key, value, mask=mask, is_causal=self.causal
                 )
-        context = context.reshape(inputs.shape)
-        return Dense(width, name="proj", **self.options)(context)
+        return context.reshape(*qkv.shape[:-1], -1)
 
+    @nn.nowrap
     def _dropout_attention(
-        self, query: AnyFloat, key: AnyFloat, value: AnyFloat, mask: Array | None
+        self,
+        query: AnyFloat,
+        key: AnyFloat,
+        value: AnyFloat,
+        mask: Array | None,
+        rng: Array,
     ) -> AnyFloat:
         """`jax.nn.dot_product_attention` has no dropout."""
         if self.causal:
@@ -71,10 +92,23 @@ class SelfAttention(nn.Module):
             value,
             mask=mask,
             dropout_rate=self.dropout,
-            dropout_rng=self.make_rng("dropout"),
+            dropout_rng=rng,
             broadcast_dropout=False,
             deterministic=False,
         )
+
+
+class Dropout(nn.Dropout):
+    """`flax.linen.Dropout`, which cannot run on a mesh with explicit axes."""
+
+    def __call__(self, inputs: AnyFloat) -> AnyFloat:
+        """Returns `inputs` with a share of the values set to zero."""
+        off = self.deterministic or self.rate == 0.0
+        if off or explicit_mesh(inputs) is None:
+            return super().__call__(inputs)
+        layer = nn.Dropout(self.rate, deterministic=False, parent=None)
+        drop = lambda x, rng: layer.apply({}, x, rng=rng)
+        return on_auto_axes(drop, spec_of, inputs, self.make_rng("dropout"))
 
 
 class TransformerLayer(nn.Module):
@@ -159,8 +193,8 @@ class TransformerLayer(nn.Module):
             norm_options,
             name="self_attention",
         )(inputs, mask, deterministic)
-        drop = nn.Dropout(self.hidden_dropout, deterministic=deterministic)
-        hidden = inputs + drop(attended)
+        drop = Dropout(self.hidden_dropout, deterministic=deterministic)
+        hidden = inputs + drop(sharded_like(inputs, attended))
         mlp = LayerNormMLP(
             self.intermediate_features,
             activation=self.activation,
@@ -168,5 +202,5 @@ class TransformerLayer(nn.Module):
             **options,
             **norm_options,
         )
-        drop = nn.Dropout(self.hidden_dropout, deterministic=deterministic)
-        return hidden + drop(mlp(hidden))
+        drop = Dropout(self.hidden_dropout, deterministic=deterministic)
+        return hidden + drop(sharded_like(inputs, mlp(hidden)))

@@ -7,13 +7,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax.core import meta
+from jax.sharding import PartitionSpec
 
 from jax_fp8._kernels import cast_transpose
 from jax_fp8._modules.state import KERNELS, SCALING
-from jax_fp8._modules.tree import Layer, layers
+from jax_fp8._modules.tree import layers
 from jax_fp8._quantize import E4M3, amax, codes, quantize
 from jax_fp8._recipe import DelayedScaling, check_recipe
-from jax_fp8._typing import DType, Path, Variables
+from jax_fp8._sharding import REPLICATED, on_auto_axes, spec_of
+from jax_fp8._typing import Array, DType, Path, Variables
 
 
 def quantize_kernels(
@@ -53,11 +55,12 @@ def quantize_kernels(
         node = tree
         for name in path:
             node = node.setdefault(name, {})
-        node.update(_quantized(kernel.astype(dtype or kernel.dtype), layer))
+        kernel, scale = kernel.astype(dtype or kernel.dtype), layer["kernel"].scale
+        node.update(on_auto_axes(_quantized, _specs, kernel, scale))
     return {KERNELS: tree}
 
 
-def find_kernel(params: Any, path: Path) -> jax.Array | None:
+def find_kernel(params: Any, path: Path) -> Array | None:
     """The kernel of the layer at `path`; None where the state stands elsewhere."""
     for name in path:
         params = params.get(name, {})
@@ -65,7 +68,7 @@ def find_kernel(params: Any, path: Path) -> jax.Array | None:
     return None if kernel is None else meta.unbox(kernel)
 
 
-def _quantized(kernel: jax.Array, layer: Layer) -> dict[str, jax.Array]:
+def _quantized(kernel: jax.Array, scale: jax.Array) -> dict[str, jax.Array]:
     def one(kernel: jax.Array, scale: jax.Array) -> dict[str, jax.Array]:
         if kernel.ndim == 2:
             q = cast_transpose(kernel, scale, E4M3)
@@ -82,7 +85,16 @@ def _quantized(kernel: jax.Array, layer: Layer) -> dict[str, jax.Array]:
             "dtype": jnp.zeros((0,), kernel.dtype),
         }
 
-    scale = layer["kernel"].scale
     for _ in range(jnp.ndim(scale)):
         one = jax.vmap(one)
     return one(kernel, scale)
+
+
+def _specs(kernel: jax.Array, scale: jax.Array) -> dict[str, PartitionSpec]:
+    """How the results of `_quantized` are sharded on a mesh with explicit axes."""
+    spec = spec_of(kernel)
+    specs = {"codes": spec} | dict.fromkeys(("amax", "scale", "dtype"), REPLICATED)
+    if kernel.ndim - scale.ndim == 2:
+        *stack, rows, columns = spec
+        specs["codes_t"] = PartitionSpec(*stack, columns, rows)
+    return specs
