@@ -189,9 +189,13 @@ def test_a_failed_forward_can_be_repeated_in_its_contexts():
     module, x = layer(), batch(0)
     with fp8():
         forward, recompute = te.get_activation_recompute_contexts()
-    with pytest.raises(KeyError), fp8(), forward:
+
+    def fails():
         module(module(100 * x))
         raise KeyError("on purpose")
+
+    with pytest.raises(KeyError), fp8(), forward:
+        fails()
     with fp8(), forward:
         y = module(x)
     with fp8():
