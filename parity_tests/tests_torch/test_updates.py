@@ -360,6 +360,25 @@ def test_custom_algorithm_is_repaired():
     assert module.input_scale == torch.finfo(torch.float32).max
 
 
+@pytest.mark.parametrize("value", [0.0, math.nan, math.inf])
+@pytest.mark.parametrize("which", ["amax_compute_algo", "scaling_factor_compute_algo"])
+def test_a_useless_result_of_a_custom_algorithm_is_repaired(which, value):
+    """An amax of 0, NaN or inf keeps the scale; a scale is clamped, a NaN kept out."""
+    module = linear()
+    with fp8():
+        module(constant(2.0))
+    recipe = te.DelayedScaling(
+        amax_history_len=4, **{which: lambda first, *_: first.new_full((), value)}
+    )
+    with fp8(recipe=recipe):
+        module(constant(8.0))
+    assert module.input_amax_history.tolist() == [0, 0, 2, 8]
+    limits = torch.finfo(torch.float32)
+    clamped = {0.0: limits.tiny, math.inf: limits.max}.get(value, 224.0)
+    expected = 224.0 if which == "amax_compute_algo" else clamped
+    assert module.input_scale == expected
+
+
 def test_tiny_amax_gives_a_finite_scale():
     module = linear(params_dtype=torch.float32)
     with fp8():

@@ -1,0 +1,99 @@
+"""Mistakes of jax_fp8's users that no other file makes, and what they are told.
+
+`tests_torch/test_bad_input.py` is the file of torch_ref, `test_recipe.py` that of both.
+"""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_fp8 as fp8
+from parity_tests.tests_jax.helpers import RECIPE, assert_same_bits, init, normal
+
+X = normal(0, 4, 16, dtype=jnp.float32)
+
+
+class Named(nn.Module):
+    """One FP8 layer under a name of its own."""
+
+    name_of_layer: str
+
+    @nn.compact
+    def __call__(self, x):
+        return fp8.Dense(16, use_bias=False, name=self.name_of_layer)(x)
+
+
+def region(model):
+    return lambda v, x: model.apply(v, x, mutable=fp8.COLLECTIONS)
+
+
+def test_a_ticket_of_another_model():
+    ours, other = Named("ours"), Named("other")
+    variables, others = init(ours, X), init(other, X)
+    with fp8.autocast(recipe=RECIPE):
+        y, _, ticket = fp8.region_forward(region(other), others, X)
+    before = jax.tree.map(jnp.copy, variables)
+    with pytest.raises(fp8.RecomputeMismatchError, match=r"`ours` runs in the recompu"):
+        fp8.region_backward(region(ours), variables, ticket, y)
+    assert_same_bits(variables, before)
+    assert not fp8.in_recompute_region()
+    assert not fp8.is_fp8_enabled()
+
+
+def test_a_ticket_of_a_forward_without_fp8():
+    model = Named("layer")
+    variables = init(model, X)
+    y, _, ticket = fp8.region_forward(region(model), variables, X)
+    assert not jax.tree.leaves(ticket.entries)
+    # Its recompute runs as its forward did, without FP8, wherever it is called.
+    with fp8.autocast(recipe=RECIPE):
+        dparams, _, _ = fp8.region_backward(region(model), variables, ticket, y)
+    plain = lambda p: jnp.sum(model.apply({"params": p}, X) * y)
+    assert_same_bits(dparams, jax.grad(plain)(variables["params"]))
+
+
+def test_forward_mode_is_refused_by_jax():
+    model = Named("layer")
+    variables = init(model, X)
+
+    def f(x):
+        with fp8.autocast(recipe=RECIPE):
+            return model.apply(variables, x)
+
+    with pytest.raises(TypeError, match=r"forward-mode .* custom_vjp"):
+        jax.jvp(f, (X,), (X,))
+
+
+@pytest.mark.usefixtures("unhooked")
+def test_a_loop_over_an_instance():
+    with pytest.raises(TypeError, match=r"expected a module class(.|\n)*`fp8\.scan\("):
+        fp8.scan(Named("layer"), length=2)
+
+
+@pytest.mark.usefixtures("unhooked")
+def test_updates_of_another_kind():
+    variables = init(fp8.Dense(16), X)
+    with pytest.raises(TypeError, match=r"`updates` got tuple; expected what `model"):
+        fp8.update_scaling(variables, (variables,), recipe=RECIPE)
+
+
+def test_a_layer_that_is_not_in_the_variables():
+    """Created in the forward: its amaxes would be lost in the next step."""
+    variables = init(Named("layer"), X)
+    wider = {"fp8_scaling": init(Named("other"), X)["fp8_scaling"]}
+
+    def loss_fn(variables, x):
+        updates = {"fp8_scaling": {**variables["fp8_scaling"], **wider["fp8_scaling"]}}
+        return jnp.sum(x), updates
+
+    with pytest.raises(fp8.FP8StateError, match=r"other/input: missing in `variables`"):
+        fp8.value_and_grad(loss_fn)(variables, X)
+
+
+@pytest.mark.usefixtures("unhooked")
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.float8_e4m3fnuz])
+def test_other_formats(dtype):
+    with pytest.raises(TypeError, match=r"expected jnp\.float8_e4m3fn or jnp"):
+        fp8.quantize(X, np.float32(1), dtype)
