@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
@@ -52,7 +52,7 @@ def on_auto_axes(fn: Callable[..., T], out: Callable[..., Any], *args: Any) -> T
         is_leaf=lambda v: isinstance(v, PartitionSpec),
     )
     auto = jax.sharding.auto_axes(fn, axes=mesh.explicit_axes, out_sharding=shardings)
-    return auto(*args)
+    return cast("T", auto(*args))
 
 
 def product_spec(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -99,7 +99,7 @@ def has_explicit_axes(module: nn.Module, inputs: AnyFloat) -> bool:
 
 def flax_layer(
     module: nn.Module,
-    cls: Callable[..., nn.Module],
+    cls: type[Any],
     labels: tuple[Labels, Labels, Labels],
     inputs: AnyFloat,
     kernel: AnyFloat,
@@ -122,7 +122,7 @@ def flax_layer(
     params = {"kernel": kernel} | ({} if bias is None else {"bias": bias})
     of_x, of_kernel, of_y = labels
     return on_auto_axes(
-        lambda x, params: layer.apply({"params": params}, x),
+        lambda x, params: cast("AnyFloat", layer.apply({"params": params}, x)),
         lambda x, params: product_spec((x, of_x), (params["kernel"], of_kernel), of_y),
         inputs,
         params,

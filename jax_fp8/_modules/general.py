@@ -15,10 +15,10 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import opt_einsum
 from flax.core import meta
 from flax.linen.dtypes import promote_dtype
 from jax import lax
+from opt_einsum.parser import parse_einsum_input
 
 from jax_fp8._sharding import Labels, on_auto_axes, product_spec
 from jax_fp8._typing import AnyFloat, DType
@@ -260,7 +260,7 @@ def _parse(
             'explicit result, for example "abc,cd->abd"'
         )
     shapes = (jax.ShapeDtypeStruct(v.shape, v.dtype) for v in (inputs, kernel))
-    operands, out, _ = opt_einsum.parser.parse_einsum_input((equation, *shapes))
+    operands, out, _ = parse_einsum_input((equation, *shapes))
     lhs, rhs = operands.split(",")
     return lhs, rhs, out
 

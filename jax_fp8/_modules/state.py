@@ -39,6 +39,8 @@ from jax_fp8._scaling import ScalingState, init_scaling, observe
 from jax_fp8._sharding import REPLICATED, on_auto_axes, product_spec
 from jax_fp8._typing import AnyFloat, Array, DType, Scalar
 
+from .capture import capture, next_probe
+
 SCALING = "fp8_scaling"
 RECOMPUTE = "fp8_recompute"
 KERNELS = "fp8_kernels"
@@ -49,8 +51,6 @@ ROLES = ("input", "kernel", "output_grad")
 TAP = "tap"
 READ = "read"
 DEFAULT_HISTORY_LEN = 1024
-# Listed in `mutable=`, it captures what is quantised, for `scaling_report`.
-OPERANDS = "fp8_operands"
 
 
 def as_state(value: Any) -> ScalingState:
@@ -94,7 +94,9 @@ def fp8_product(
     """
     use = begin_use(module, x, kernel, *args, **options)
     dot = functools.partial(fp8_dot, use.spec)
-    y, tap, amaxes = on_auto_axes(dot, _result_specs(use.spec), use.x, *use.layer)
+    specs = _result_specs(use.spec)
+    y, tap, amaxes = on_auto_axes(dot, specs, use.x, *use.layer, use.probe)
+    capture(module, use.x, use.layer.kernel, y, use.probe)
     end_use(module, use, tap, amaxes)
     return y
 
@@ -125,6 +127,7 @@ class Use(NamedTuple):
     states: dict[str, ScalingState]
     kernel_amax: Scalar | None
     recording: bool
+    probe: Array | None
 
 
 def begin_use(
@@ -156,16 +159,14 @@ def begin_use(
     states = {role: as_state(module.get_variable(SCALING, role)) for role in ROLES}
     tap = module.get_variable(SCALING, TAP)
     kernel_codes, kernel_scale, kernel_amax = _quantized_kernel(module, kernel)
-    if kernel_codes is None:
+    if kernel_scale is None:
         kernel_scale = states["kernel"].scale
-    elif kernel_axes is not None:
+    if kernel_codes is not None and kernel_axes is not None:
         q = lax.transpose(kernel_codes.codes, kernel_axes)
         kernel_codes = KernelCodes(q)
     input_scale, kernel_scale = _ticket(module, states["input"].scale, kernel_scale)
 
-    if not module.is_initializing():  # `init` would return the captured tensors
-        for name, value in (("input", x), ("kernel", kernel)):
-            module.sow(OPERANDS, name, value)
+    probe = next_probe(module)
     x, kernel, bias, axis_names = _align(x, kernel, bias, input_scale, autocast)
     spec = Gemm(
         path=path_of(module),
@@ -180,10 +181,11 @@ def begin_use(
         axis_names=axis_names,
         in_region=in_recompute_region(),
         recording=recording,
+        probed=probe is not None,
     )
     scales = Scales(input_scale, kernel_scale, states["output_grad"].scale)
     layer = Layer(kernel, bias, kernel_codes, scales, tap)
-    return Use(spec, x, layer, states, kernel_amax, recording)
+    return Use(spec, x, layer, states, kernel_amax, recording, probe)
 
 
 def end_use(module: nn.Module, use: Use, tap: Array, amaxes: Amaxes) -> None:
@@ -194,7 +196,7 @@ def end_use(module: nn.Module, use: Use, tap: Array, amaxes: Amaxes) -> None:
     # An empty batch is no step: no state moves.
     if use.x.size and not in_fp8_activation_recompute_phase():
         kernel_amax = use.kernel_amax
-        if use.layer.kernel_codes is None:
+        if kernel_amax is None:
             kernel_amax = amaxes.kernel
         _record(module, "input", use.states["input"], amaxes.input)
         _record(module, "kernel", use.states["kernel"], kernel_amax)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import flax.linen as nn
 import jax
@@ -101,14 +101,20 @@ class SelfAttention(nn.Module):
 class Dropout(nn.Dropout):
     """`flax.linen.Dropout`, which cannot run on a mesh with explicit axes."""
 
-    def __call__(self, inputs: AnyFloat) -> AnyFloat:
+    def __call__(
+        self,
+        inputs: AnyFloat,
+        deterministic: bool | None = None,
+        rng: jax.Array | None = None,
+    ) -> AnyFloat:
         """Returns `inputs` with a share of the values set to zero."""
-        off = self.deterministic or self.rate == 0.0
-        if off or explicit_mesh(inputs) is None:
-            return super().__call__(inputs)
+        off = nn.merge_param("deterministic", self.deterministic, deterministic)
+        if off or self.rate == 0.0 or explicit_mesh(inputs) is None:
+            return super().__call__(inputs, deterministic, rng)
         layer = nn.Dropout(self.rate, deterministic=False, parent=None)
-        drop = lambda x, rng: layer.apply({}, x, rng=rng)
-        return on_auto_axes(drop, spec_of, inputs, self.make_rng("dropout"))
+        drop = lambda x, rng: cast("AnyFloat", layer.apply({}, x, rng=rng))
+        key = self.make_rng("dropout") if rng is None else rng
+        return on_auto_axes(drop, spec_of, inputs, key)
 
 
 class TransformerLayer(nn.Module):
