@@ -39,8 +39,6 @@ from jax_fp8._scaling import ScalingState, init_scaling, observe
 from jax_fp8._sharding import REPLICATED, on_auto_axes, product_spec
 from jax_fp8._typing import AnyFloat, Array, DType, Scalar
 
-from .capture import capture, next_probe
-
 SCALING = "fp8_scaling"
 RECOMPUTE = "fp8_recompute"
 KERNELS = "fp8_kernels"
@@ -51,6 +49,8 @@ ROLES = ("input", "kernel", "output_grad")
 TAP = "tap"
 READ = "read"
 DEFAULT_HISTORY_LEN = 1024
+# Listed in `mutable=`, it captures what is quantised, for `scaling_report`.
+OPERANDS = "fp8_operands"
 
 
 def as_state(value: Any) -> ScalingState:
@@ -94,9 +94,7 @@ def fp8_product(
     """
     use = begin_use(module, x, kernel, *args, **options)
     dot = functools.partial(fp8_dot, use.spec)
-    specs = _result_specs(use.spec)
-    y, tap, amaxes = on_auto_axes(dot, specs, use.x, *use.layer, use.probe)
-    capture(module, use.x, use.layer.kernel, y, use.probe)
+    y, tap, amaxes = on_auto_axes(dot, _result_specs(use.spec), use.x, *use.layer)
     end_use(module, use, tap, amaxes)
     return y
 
@@ -127,7 +125,6 @@ class Use(NamedTuple):
     states: dict[str, ScalingState]
     kernel_amax: Scalar | None
     recording: bool
-    probe: Array | None
 
 
 def begin_use(
@@ -166,7 +163,9 @@ def begin_use(
         kernel_codes = KernelCodes(q)
     input_scale, kernel_scale = _ticket(module, states["input"].scale, kernel_scale)
 
-    probe = next_probe(module)
+    if not module.is_initializing():  # `init` would return the captured tensors
+        for name, value in (("input", x), ("kernel", kernel)):
+            module.sow(OPERANDS, name, value)
     x, kernel, bias, axis_names = _align(x, kernel, bias, input_scale, autocast)
     spec = Gemm(
         path=path_of(module),
@@ -181,11 +180,10 @@ def begin_use(
         axis_names=axis_names,
         in_region=in_recompute_region(),
         recording=recording,
-        probed=probe is not None,
     )
     scales = Scales(input_scale, kernel_scale, states["output_grad"].scale)
     layer = Layer(kernel, bias, kernel_codes, scales, tap)
-    return Use(spec, x, layer, states, kernel_amax, recording, probe)
+    return Use(spec, x, layer, states, kernel_amax, recording)
 
 
 def end_use(module: nn.Module, use: Use, tap: Array, amaxes: Amaxes) -> None:
