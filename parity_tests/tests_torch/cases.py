@@ -150,6 +150,25 @@ def differences(ours: Run, plain: Run) -> list[str]:
 EQUAL = ("equal", "equal")
 
 
+def in_fp8(function):
+    """The function, called under the autocast of the cases."""
+
+    def call(*args):
+        with fp8():
+            return function(*args)
+
+    return call
+
+
+def train(run: Run, forward):
+    """A step for every gain: `y = forward(x)`, its backward, and the log."""
+    for k, gain in enumerate(GAINS):
+        x = batch(k, gain)
+        y = forward(x)
+        y.backward(cotangent(k, gain))
+        run.end_step(x, y)
+
+
 def two_layers(run: Run):
     first, second = run.linear(1), run.linear(2)
     return lambda x: second(torch.tanh(first(x)))
@@ -158,12 +177,7 @@ def two_layers(run: Run):
 @case("autocast around the checkpoint", EQUAL)
 def outer(run):
     body = two_layers(run)
-    for k, gain in enumerate(GAINS):
-        x = batch(k, gain)
-        with fp8():
-            y = run.ck(body, x)
-        y.backward(cotangent(k, gain))
-        run.end_step(x, y)
+    train(run, in_fp8(lambda x: run.ck(body, x)))
 
 
 @case("autocast inside the checkpointed function (the seed)", EQUAL)
@@ -173,32 +187,15 @@ def inner(run):
     with torch.no_grad():
         plain.weight.copy_(normal(3, WIDTH, WIDTH) * 0.3)
 
-    def function(x):
-        x = plain(x)
-        with fp8():
-            return body(x)
-
-    for k, gain in enumerate(GAINS):
-        x = batch(k, gain)
-        y = run.ck(function, x)
-        y.backward(cotangent(k, gain))
-        run.end_step(x, y)
+    train(run, lambda x: run.ck(lambda x: in_fp8(body)(plain(x)), x))
 
 
 @case("mixed: one layer outside FP8, one inside", EQUAL)
 def mixed(run):
     first, second = run.linear(1), run.linear(2)
 
-    def function(x):
-        x = torch.tanh(first(x))
-        with fp8():
-            return second(x)
-
-    for k, gain in enumerate(GAINS):
-        x = batch(k, gain)
-        y = run.ck(function, x)
-        y.backward(cotangent(k, gain))
-        run.end_step(x, y)
+    function = lambda x: in_fp8(second)(torch.tanh(first(x)))
+    train(run, lambda x: run.ck(function, x))
 
 
 @case("eval mode", EQUAL)
@@ -256,23 +253,13 @@ for _order, _peer in PIPELINES.items():
 @case("two modules in one region", EQUAL)
 def two_modules(run):
     first, second = run.linear(1), run.linear(2)
-    for k, gain in enumerate(GAINS):
-        x = batch(k, gain)
-        with fp8():
-            y = run.ck(lambda x: first(x) + second(x), x)
-        y.backward(cotangent(k, gain))
-        run.end_step(x, y)
+    train(run, in_fp8(lambda x: run.ck(lambda x: first(x) + second(x), x)))
 
 
 @case("ckpt(A), plain P, ckpt(B)", EQUAL)
 def several_regions(run):
     a, p, b = run.linear(1), run.linear(2), run.linear(3)
-    for k, gain in enumerate(GAINS):
-        x = batch(k, gain)
-        with fp8():
-            y = run.ck(b, p(run.ck(a, x)))
-        y.backward(cotangent(k, gain))
-        run.end_step(x, y)
+    train(run, in_fp8(lambda x: run.ck(b, p(run.ck(a, x)))))
 
 
 @case(
@@ -283,12 +270,7 @@ def inner_only(run):
     layer = run.linear(1, sigma=0.005)
     for k in range(5):
         x = batch(k)
-
-        def function(x):
-            with fp8():
-                return layer(x)
-
-        run.ck(function, x).backward(cotangent(k))
+        run.ck(in_fp8(layer), x).backward(cotangent(k))
         run.end_step(x)
         assert layer.weight_scale > 1000
 
@@ -300,13 +282,8 @@ def disabled_outside(run):
     layer = run.linear(1, sigma=0.005)
     for k in range(3):
         x = batch(k)
-
-        def function(x):
-            with fp8():
-                return layer(x)
-
         with fp8(enabled=False):
-            y = run.ck(function, x)
+            y = run.ck(in_fp8(layer), x)
         y.backward(cotangent(k))
         run.end_step(x, y)
         assert layer.weight_scale > 1000
@@ -315,12 +292,7 @@ def disabled_outside(run):
 def nested(run, inside: str):
     a, b, c = run.linear(1), run.linear(2), run.linear(3)
     inner = Run("plain" if run.kind == "plain" else inside)
-    for k, gain in enumerate(GAINS):
-        x = batch(k, gain)
-        with fp8():
-            y = run.ck(lambda x: c(inner.ck(b, a(x))), x)
-        y.backward(cotangent(k, gain))
-        run.end_step(x, y)
+    train(run, in_fp8(lambda x: run.ck(lambda x: c(inner.ck(b, a(x))), x)))
 
 
 for _kind in KINDS[:2]:
@@ -344,11 +316,7 @@ def nested_inner_autocast(run, inside: str):
         with fp8(enabled=False):
             return d(inner.ck(middle, x)) + inner.ck(d, x)
 
-    for k, gain in enumerate(GAINS):
-        x = batch(k, gain)
-        y = run.ck(function, x)
-        y.backward(cotangent(k, gain))
-        run.end_step(x, y)
+    train(run, lambda x: run.ck(function, x))
 
 
 for _kind in KINDS[:2]:
@@ -360,35 +328,29 @@ for _kind in KINDS[:2]:
 @case("one module used twice in a region", ("wrong", "equal"))
 def used_twice(run):
     layer = run.linear(1)
-    for k, gain in enumerate(GAINS):
-        x = batch(k, gain)
-        with fp8():
-            y = run.ck(lambda x: layer(torch.tanh(layer(x))), x)
-        y.backward(cotangent(k, gain))
-        run.end_step(x, y)
+    train(run, in_fp8(lambda x: run.ck(lambda x: layer(torch.tanh(layer(x))), x)))
 
 
 @case("one module used in two regions and outside")
 def shared(run):
     layer, other = run.linear(1), run.linear(2)
-    for k, gain in enumerate(GAINS):
-        x = batch(k, gain)
-        with fp8():
-            y = run.ck(layer, torch.tanh(layer(run.ck(other, run.ck(layer, x)))))
-        y.backward(cotangent(k, gain))
-        run.end_step(x, y)
+    train(
+        run,
+        in_fp8(
+            lambda x: run.ck(layer, torch.tanh(layer(run.ck(other, run.ck(layer, x)))))
+        ),
+    )
 
 
 @case("the body raises, then a good step", ("wrong", "wrong"))
 def body_raises(run):
     body = two_layers(run)
-    for k, gain in enumerate(GAINS):
-        x = batch(k, gain)
 
-        def fails(x):
-            body(100 * x)
-            raise KeyError("on purpose")
+    def fails(x):
+        body(100 * x)
+        raise KeyError("on purpose")
 
+    def forward(x):
         with pytest.raises(KeyError), fp8():
             run.ck(fails, x)
         with fp8():
@@ -396,9 +358,9 @@ def body_raises(run):
             if run.kind != "plain":
                 with pytest.raises(KeyError):
                     run.ck(fails, x)
-            y = run.ck(body, x)
-        y.backward(cotangent(k, gain))
-        run.end_step(x, y)
+            return run.ck(body, x)
+
+    train(run, forward)
 
 
 @case("100 forwards whose output is dropped", ("100 stashes leak", "100 leak"))
@@ -450,16 +412,7 @@ def grad_inside(run):
             (dz,) = torch.autograd.grad(h, z, torch.ones_like(h))
         return second(torch.tanh(x * dz))
 
-    for k, gain in enumerate(GAINS):
-        x = batch(k, gain)
-
-        def whole(x):
-            with fp8():
-                return function(x)
-
-        y = run.ck(whole, x)
-        y.backward(cotangent(k, gain))
-        run.end_step(x, y)
+    train(run, lambda x: run.ck(in_fp8(function), x))
 
 
 @case("an output used twice")
@@ -526,12 +479,7 @@ def no_input_grad(run):
 def frozen(run):
     body = two_layers(run)
     run.models[0].weight.requires_grad_(False)
-    for k, gain in enumerate(GAINS):
-        x = batch(k, gain)
-        with fp8():
-            y = run.ck(body, x)
-        y.backward(cotangent(k, gain))
-        run.end_step(x, y)
+    train(run, in_fp8(lambda x: run.ck(body, x)))
 
 
 @case("dropout, preserve_rng_state")
@@ -633,12 +581,12 @@ def history_1(run):
 @case("early stop off", kinds=KINDS[1:], otherwise="has no early stop")
 def no_early_stop(run):
     body = two_layers(run)
-    for k, gain in enumerate(GAINS):
-        x = batch(k, gain)
+
+    def forward(x):
         with fp8(), torch_checkpoint.set_checkpoint_early_stop(False):
-            y = run.ck(body, x)
-        y.backward(cotangent(k, gain))
-        run.end_step(x, y)
+            return run.ck(body, x)
+
+    train(run, forward)
 
 
 _PICKLE = "a pickle, which its own loader refuses"
@@ -647,26 +595,21 @@ _PICKLE = "a pickle, which its own loader refuses"
 @case("state_dict saved and loaded (weights_only) in every step", (_PICKLE, _PICKLE))
 def saved_and_loaded(run):
     body = two_layers(run)
-    for k, gain in enumerate(GAINS):
-        x = batch(k, gain)
-        with fp8():
-            y = run.ck(body, x)
+
+    def forward(x):
+        y = in_fp8(lambda x: run.ck(body, x))(x)
         for model in run.models if run.kind != "plain" else ():
             file = io.BytesIO()
             torch.save(model.state_dict(), file)
             file.seek(0)
             model.load_state_dict(torch.load(file, weights_only=True), strict=True)
-        y.backward(cotangent(k, gain))
-        run.end_step(x, y)
+        return y
+
+    train(run, forward)
 
 
 @case("two modules that share one weight")
 def tied(run):
     first, second = run.linear(1), run.linear(2)
     second.weight = first.weight
-    for k, gain in enumerate(GAINS):
-        x = batch(k, gain)
-        with fp8():
-            y = run.ck(second, torch.tanh(run.ck(first, x)))
-        y.backward(cotangent(k, gain))
-        run.end_step(x, y)
+    train(run, in_fp8(lambda x: run.ck(second, torch.tanh(run.ck(first, x)))))
