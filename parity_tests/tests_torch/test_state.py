@@ -171,6 +171,15 @@ def test_another_history_length_keeps_the_newest(length):
     assert other.input_scale == module.input_scale
 
 
+@pytest.mark.parametrize(("length", "adapted"), [(2, [9, 3]), (5, [9, 0, 2, 0, 3])])
+def test_another_history_length_keeps_the_write_slot(length, adapted):
+    """A state that was saved in mid-step, as transformer_engine saves all of its."""
+    saved, other = linear(amax_history_len=4), linear(amax_history_len=length)
+    slot = torch.tensor([9.0, 2.0, 0.0, 3.0])
+    other.load_state_dict({**saved.state_dict(), "weight_amax_history": slot})
+    assert other.weight_amax_history.tolist() == adapted
+
+
 def test_set_history_len():
     module = model()
     train(module, range(3))
