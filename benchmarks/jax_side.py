@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
 import functools
-import importlib.metadata
-import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,39 +11,26 @@ import jax.numpy as jnp
 
 from . import jax_programs as programs
 from .plan import LAYER, MLP, STACK, TINY_LAYER, TINY_MLP, TINY_STACK, Measured, Result
-from .timing import Effort, medians
+from .side import Side, options, versions
+from .timing import medians
 
 MODES = {"jax bf16": "-", "flax fp8_ops": "fast / split", "jax_fp8": "fast / split"}
 Case = tuple[str, str, Callable[[], programs.Program]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=pathlib.Path, required=True)
-    parser.add_argument("--device", default="gpu")
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--only", default="mlp,stack,layer,kernels")
-    parser.add_argument("--sizes", default="1,2,3")
-    parser.add_argument("--without", default="")
-    options = parser.parse_args()
-    if options.device == "cpu":
+    asked = options()
+    if asked.device == "cpu":
         jax.config.update("jax_platforms", "cpu")
-    device = jax.devices()[0]
-    names = ("jax", "jaxlib", "flax", "transformer_engine")
-    result = Result("jax", device.device_kind, _versions(names))
-    result.save(options.out)
-    Side(result, options).run(options.only.split(","))
+    device = jax.devices()[0].device_kind
+    found = versions("jax", "jaxlib", "flax", "transformer_engine")
+    result = Result("jax", device, found)
+    result.save(asked.out)
+    JaxSide(result, asked).run(asked.only.split(","))
 
 
-class Side:
-    """Measures what the options ask for and saves after every size."""
-
-    def __init__(self, result: Result, options: argparse.Namespace) -> None:
-        self.result, self.out = result, options.out
-        self.sizes_asked = [int(size) - 1 for size in options.sizes.split(",")]
-        self.without = options.without.split(",")
-        self.cpu, self.quick = options.device == "cpu", options.quick
-        self.effort = Effort.tiny() if self.cpu else Effort()
+class JaxSide(Side):
+    """Measures JAX, Flax and jax_fp8."""
 
     def run(self, only: list[str]) -> None:
         """Measures the programs named in `only`."""
@@ -174,16 +158,6 @@ def _copy_program() -> programs.Program:
 def _fp8_calls(compiled: Any) -> str:
     calls = compiled.as_text().count('custom_call_target="__cublas$lt$matmul$f8"')
     return f"{calls} FP8 cuBLASLt calls"
-
-
-def _versions(names: tuple[str, ...]) -> dict[str, str]:
-    found = {}
-    for name in names:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "not importable here"
-    return found
 
 
 if __name__ == "__main__":

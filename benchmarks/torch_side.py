@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
 import functools
-import importlib.metadata
-import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,7 +10,8 @@ import torch
 
 from . import torch_programs as programs
 from .plan import LAYER, MLP, STACK, TINY_LAYER, TINY_MLP, TINY_STACK, Measured, Result
-from .timing import Effort, medians
+from .side import Side, options, versions
+from .timing import medians
 
 MODES = {
     "torch bf16": "-",
@@ -26,31 +24,14 @@ Case = tuple[str, str, Callable[[], programs.Step]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=pathlib.Path, required=True)
-    parser.add_argument("--device", default="gpu")
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--only", default="mlp,stack,layer,kernels")
-    parser.add_argument("--sizes", default="1,2,3")
-    parser.add_argument("--without", default="")
-    options = parser.parse_args()
-    cpu = options.device == "cpu"
-    names = ("torch", "triton", "torchao", "transformer_engine")
-    device = "cpu" if cpu else torch.cuda.get_device_name()
-    result = Result("torch", device, _versions(names))
-    Side(result, options).run(options.only.split(","))
+    asked = options()
+    device = "cpu" if asked.device == "cpu" else torch.cuda.get_device_name()
+    found = versions("torch", "triton", "torchao", "transformer_engine")
+    TorchSide(Result("torch", device, found), asked).run(asked.only.split(","))
 
 
-class Side:
-    """Measures what the options ask for and saves after every size."""
-
-    def __init__(self, result: Result, options: argparse.Namespace) -> None:
-        self.result, self.out = result, options.out
-        self.sizes_asked = [int(size) - 1 for size in options.sizes.split(",")]
-        self.without = options.without.split(",")
-        self.cpu, self.quick = options.device == "cpu", options.quick
-        self.device = "cpu" if self.cpu else "cuda"
-        self.effort = Effort.tiny() if self.cpu else Effort()
+class TorchSide(Side):
+    """Measures torch, torch_ref and torchao."""
 
     def run(self, only: list[str]) -> None:
         """Measures the programs named in `only`."""
@@ -161,16 +142,6 @@ class Side:
             and torch.equal(fused.q_t.view(torch.uint8), q_t.view(torch.uint8))
             and torch.equal(fused.amax, amax)
         )
-
-
-def _versions(names: tuple[str, ...]) -> dict[str, str]:
-    found = {}
-    for name in names:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "not importable here"
-    return found
 
 
 if __name__ == "__main__":
