@@ -135,6 +135,15 @@ class Ticket:
         arrays: Array arguments of the forward, as a checkpoint keeps its inputs.
         rebuild: Puts the arrays back among the other arguments; static.
         autocast: The autocast around the forward; static.
+
+    >>> from jax_fp8 import COLLECTIONS, Dense, autocast
+    >>> model, x = Dense(16), np.ones((2, 16), np.float32)
+    >>> with autocast():
+    ...     variables = model.init(jax.random.key(0), x)
+    ...     fn = lambda v, x: model.apply(v, x, mutable=COLLECTIONS)
+    ...     _, _, ticket = region_forward(fn, variables, x)
+    >>> sorted(ticket.entries), ticket.arrays[0].shape
+    (['input_scale', 'kernel_scale'], (2, 16))
     """
 
     entries: Any
@@ -197,6 +206,16 @@ def region_backward(
     Raises:
         RecomputeMismatchError: The ticket is not one of this function's: a module finds
             no entry, or an entry is read by no module.
+
+    >>> from jax_fp8 import COLLECTIONS, Dense, autocast
+    >>> model, x = Dense(16, use_bias=False), np.ones((2, 16), np.float32)
+    >>> fn = lambda v, x: model.apply(v, x, mutable=COLLECTIONS)
+    >>> with autocast():
+    ...     variables = model.init(jax.random.key(0), x)
+    ...     y, updates, ticket = region_forward(fn, variables, x)
+    >>> dparams, (dx,), updates = region_backward(fn, variables, ticket, 3 * x)
+    >>> dparams["kernel"][0, 0], updates["fp8_scaling"]["output_grad"].amax_history[0]
+    (Array(6., dtype=float32), Array(3., dtype=float32))
     """
     is_float = [jax.numpy.issubdtype(a.dtype, np.floating) for a in ticket.arrays]
 

@@ -32,6 +32,10 @@ class ScalingState:
         scale: Quantisation scale, float32 `()`: `q = cast(x * scale)`.
         amax_history: float32 `[h]`. Entry 0 is the write slot of the running step, the
             last entry the newest finished step (the layout of transformer_engine).
+
+    >>> state = ScalingState(scale=jnp.float32(2), amax_history=jnp.zeros(2))
+    >>> state.replace(scale=jnp.float32(4)).scale
+    Array(4., dtype=float32)
     """
 
     scale: Leaf

@@ -35,14 +35,16 @@ def from_flax_fp8_ops(
 
     Args:
         variables: `params` and `_overwrite_with_gradient`, with the state of a layer at
-            `<layer>/<Fp8...Op_0>`.
+            `<layer>/<Fp8...Op_0>`: scales `[1]`, which are reciprocal, and histories
+            `[h]`.
         module: What the new model uses: `"Dense"` (state at `<layer>`) or
             `"DotGeneral"` (at `<layer>/DotGeneral_0`).
         recipe: Margin and algorithms of the coming steps.
 
     Returns:
-        All collections but the overwritten one, and `fp8_scaling`. The scales are those
-        that Flax would use in its next step, to 1 ulp.
+        All collections but the overwritten one, and `fp8_scaling` with scales `()` and
+        histories `[h]`. The scales are those that Flax would use in its next step, to
+        1 ulp.
 
     >>> from_flax_fp8_ops({"params": {}})
     {'params': {}, 'fp8_scaling': {}}
@@ -75,9 +77,13 @@ def to_flax_fp8_ops(
     it is set to the amax that our scale stands for, where no newer entry explains it.
 
     Args:
-        variables: `params` and `fp8_scaling`.
+        variables: `params` and `fp8_scaling`, with scales `()` and histories `[h]`.
         op: Name of the op inside its layer.
         recipe: Margin of the steps so far.
+
+    Returns:
+        `params` and `_overwrite_with_gradient`, with reciprocal scales `[1]` and
+        histories `[h]`.
 
     >>> to_flax_fp8_ops({"params": {}})
     {'params': {}, '_overwrite_with_gradient': {}}
