@@ -27,7 +27,7 @@ from ._gemm import (
     wgrad,
 )
 from ._operands import from_kept, from_layout, kept, kernel_operand, quantize_operand
-from ._quantize import E4M3, declared, round_to
+from ._quantize import E4M3, declared, round_to, sum_over
 from ._scaling import float_bits, float_from_bits
 from ._typing import AnyFloat, Array, Codes, Scalar, Tap
 
@@ -41,6 +41,7 @@ def fp8_dot(
     kernel_codes: KernelCodes | None,
     scales: Scales,
     tap: Tap,
+    probe: AnyFloat | None = None,
 ) -> tuple[AnyFloat, Tap, Amaxes]:
     """Multiplies in FP8 and observes: `y = x @ kernel + bias`.
 
@@ -52,6 +53,7 @@ def fp8_dot(
         kernel_codes: Codes of `kernel` under `scales.kernel`, where they exist.
         scales: Scales of the step.
         tap: The tap that came out of the layer's previous use in this step.
+        probe: `[*b, *m, *n]`, read by nothing; its gradient is that of `y`.
 
     Returns:
         `y [*b, *m, *n]`, the tap for the layer's next use, and the amaxes of `x` and
@@ -59,6 +61,7 @@ def fp8_dot(
         Differentiating with respect to the tap gives `[amax(dy), 1]`, maximised over
         all uses, because each use passes on the tap of the one before.
     """
+    del probe
     return _forward(spec, x, kernel, bias, kernel_codes, scales, tap)[0]
 
 
@@ -90,16 +93,16 @@ class _Residuals(NamedTuple):
 
 
 def _fwd(spec: Gemm, *args: Any) -> tuple[tuple[AnyFloat, Tap, Amaxes], _Residuals]:
-    x, kernel, bias, _, _, tap = args
+    x, kernel, bias, _, _, tap, _ = args
     check_tap_is_differentiated(spec, (x, kernel, bias), tap)
     primals = jax.custom_derivatives.custom_vjp_primal_tree_values(args)
-    out, (q_x, q_w) = _forward(spec, *primals)
+    out, (q_x, q_w) = _forward(spec, *primals[:6])
     return out, _Residuals(kept(q_x, spec), q_w.codes, primals[4])
 
 
 def _bwd(
     spec: Gemm, residuals: _Residuals, cotangents: tuple[Any, Any, Any]
-) -> tuple[Array, Array, Array | None, None, None, Array]:
+) -> tuple[Array, Array, Array | None, None, None, Array, Array | None]:
     dy, d_tap, _ = (materialize(c) for c in cotangents)
     x_codes, w_codes, scales = residuals
     n_axes = w_codes.ndim - spec.batch - spec.contract
@@ -113,13 +116,15 @@ def _bwd(
     dx = dgrad(q_g, q_w, spec).astype(spec.x_dtype)
     dw = wgrad(q_x, q_g, spec)
     db = bias_gradient(dy, m_axes, spec) if spec.bias else None
-    return dx, dw, db, None, None, next_tap(d_tap, amax_g)
+    d_probe = dy if spec.probed else None
+    return dx, dw, db, None, None, next_tap(d_tap, amax_g), d_probe
 
 
 def bias_gradient(dy: AnyFloat, m_axes: int, spec: Gemm) -> Array:
     """The sum of `dy [*b,*m,*n]` over its rows `*m`, in `spec.dtype`."""
     rows = tuple(range(spec.batch, spec.batch + m_axes))
-    return round_to(jnp.sum(declared(dy), axis=rows), spec.dtype)
+    total = sum_over(declared(dy), rows, exact=spec.accumulation == "exact")
+    return round_to(total, spec.dtype)
 
 
 def next_tap(d_tap: Tap, amax_g: Scalar) -> Tap:

@@ -33,7 +33,12 @@ from ._gemm import (
     fprop,
     wgrad,
 )
-from ._kernels import Activation, act_cast_transpose, dact_cast_transpose
+from ._kernels import (
+    Activation,
+    act_cast_transpose,
+    activation_gradient,
+    dact_cast_transpose,
+)
 from ._operands import (
     across_ranks,
     from_kept,
@@ -64,9 +69,10 @@ class Layer(NamedTuple):
     kernel_codes: KernelCodes | None
     scales: Scales
     tap: Tap
+    probe: AnyFloat | None = None
 
 
-Results = tuple[AnyFloat, tuple[Tap, Tap], tuple[Amaxes, Amaxes]]
+Results = tuple[AnyFloat, tuple[Tap, Tap], tuple[Amaxes, Amaxes], AnyFloat]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -80,7 +86,8 @@ def fp8_mlp(spec: Mlp, x: AnyFloat, fc1: Layer, fc2: Layer) -> Results:
         fc2: Kernel `[f, n]`.
 
     Returns:
-        `y [*m, n]`, the taps, and the amaxes of both layers.
+        `y [*m, n]`, the taps and the amaxes of both layers, and `h`, not to be
+        differentiated.
     """
     return _forward(spec, x, fc1, fc2)[0]
 
@@ -113,7 +120,7 @@ def _forward(
     residuals = _Residuals(
         kept(q_x, s1), q_w1.codes, hidden, kept(q_a, s2), q_w2.codes, scales
     )
-    return (y, (fc1.tap, fc2.tap), amaxes), residuals
+    return (y, (fc1.tap, fc2.tap), amaxes, hidden), residuals
 
 
 def _activated(spec: Mlp, hidden: Array, scale: Scalar) -> tuple[Operand, Scalar]:
@@ -145,7 +152,7 @@ def _fwd(spec: Mlp, *args: Any) -> tuple[Results, _Residuals]:
 def _bwd(
     spec: Mlp, residuals: _Residuals, cotangents: Any
 ) -> tuple[Array, Layer, Layer]:
-    dy, d_taps, _ = cotangents
+    dy, d_taps, _, _ = cotangents
     dy = materialize(dy)
     taps = [materialize(d_tap) for d_tap in d_taps]
     s1, s2 = spec.fc1, spec.fc2
@@ -164,16 +171,22 @@ def _bwd(
     dx, dw1 = dgrad(q_h, q_w1, s1).astype(s1.x_dtype), wgrad(q_x, q_h, s1)
 
     db2 = bias_gradient(dy, m_axes, s2) if s2.bias else None
+    dh = None
+    if s1.probed:
+        dh = activation_gradient(spec.activation, da, residuals.hidden)
+        dh = dh.astype(s1.out_dtype)
     return (
         dx,
-        _cotangent(dw1, db1, next_tap(taps[0], amax_h)),
-        _cotangent(dw2, db2, next_tap(taps[1], amax_g)),
+        _cotangent(dw1, db1, next_tap(taps[0], amax_h), dh),
+        _cotangent(dw2, db2, next_tap(taps[1], amax_g), dy if s2.probed else None),
     )
 
 
-def _cotangent(kernel: Array, bias: Array | None, tap: Tap) -> Layer:
+def _cotangent(
+    kernel: Array, bias: Array | None, tap: Tap, probe: Array | None
+) -> Layer:
     scales: Any = None  # they have none
-    return Layer(kernel, bias, None, scales, tap)
+    return Layer(kernel, bias, None, scales, tap, probe)
 
 
 def _gradient(
@@ -190,6 +203,7 @@ def _gradient(
         fmt,
         spec.activation,
         column_sums=spec.fc1.bias,
+        exact_sums=spec.fc1.accumulation == "exact",
     )
     operand = Operand(
         q.reshape(hidden.shape),

@@ -61,6 +61,7 @@ class Gemm:
         in_region: The layer runs in a recompute region: operands are kept in one
             layout and named, so that policies can save them.
         recording: Amaxes are recorded, so a gradient must reach the tap.
+        probed: The output gradient leaves as the gradient of a probe.
     """
 
     path: str
@@ -75,6 +76,7 @@ class Gemm:
     axis_names: tuple[str, ...] = ()
     in_region: bool = False
     recording: bool = False
+    probed: bool = False
 
 
 class KernelCodes(NamedTuple):

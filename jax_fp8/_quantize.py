@@ -7,6 +7,7 @@ clip is explicit because casts disagree on overflow (E4M3 of 465: JAX gives NaN,
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
@@ -121,6 +122,17 @@ def round_to(x: Array, dtype: DType) -> Array:
         is_normal = jnp.abs(x) >= jnp.float32(2.0**-14)
         x = jnp.where(is_normal, lax.reduce_precision(x, 5, 10), steps)
     return x.astype(dtype)
+
+
+def sum_over(x: Array, axes: tuple[int, ...], *, exact: bool) -> Array:
+    """Sum of float32 values; in float64 if the order of the terms shall not matter.
+
+    XLA adds float32 values in the order of the loops into which it fuses the sum.
+    """
+    if not exact:
+        return jnp.sum(x, axis=axes)
+    with jax.enable_x64(True):
+        return jnp.sum(x.astype(jnp.float64), axis=axes).astype(jnp.float32)
 
 
 def check_fp8_dtype(fp8_dtype: DType) -> jnp.dtype:

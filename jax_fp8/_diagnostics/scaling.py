@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from jax_fp8._modules.state import OPERANDS, ROLES, SCALING, TAP
+from jax_fp8._modules.capture import OPERANDS
+from jax_fp8._modules.state import ROLES, SCALING, TAP
 from jax_fp8._modules.tree import check_layers
 from jax_fp8._recipe import DelayedScaling
 from jax_fp8._training.kernels import find_kernel
@@ -21,9 +22,10 @@ def scaling_report(
 ) -> ScalingReport:
     """Reports amax, scale, and shares of saturated and underflowed elements.
 
-    Shares are computed for kernels, if `variables` has `params`, and for all forward
-    operands that a run has captured: `apply(..., mutable=["fp8_operands"])`, the
-    collection merged into `variables`.
+    Shares are computed for kernels, if `variables` has `params`, and for all that a run
+    has captured in the collection `fp8_operands`, merged into `variables`: a step whose
+    loss has `mutable=[*fp8.COLLECTIONS, "fp8_operands"]`, with `fp8.value_and_grad`,
+    captures inputs, kernels and output gradients; a forward all but the gradients.
 
     Args:
         variables: `fp8_scaling`, and perhaps `params` and `fp8_operands`.
@@ -104,7 +106,7 @@ def _captured(variables: Variables, path: Path) -> dict[str, list[np.ndarray]]:
     node = variables.get(OPERANDS, {})
     for name in path:
         node = node.get(name, {})
-    for role in ("input", "kernel"):
+    for role in ROLES:
         if role in node:
             values[role] = [np.asarray(v, np.float32) for v in node[role]]
     kernel = find_kernel(variables.get("params", {}), path)

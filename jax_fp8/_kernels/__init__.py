@@ -8,6 +8,7 @@ from ._tiles import Quantized as Quantized
 from .activation import Activation as Activation
 from .activation import act_cast_transpose as act_cast_transpose
 from .activation import activate as activate
+from .activation import activation_gradient as activation_gradient
 from .activation import dact_cast_transpose as dact_cast_transpose
 from .cast_transpose import cast_transpose as cast_transpose
 from .transpose import transpose_codes as transpose_codes
@@ -17,6 +18,7 @@ __all__ = [
     "Quantized",
     "act_cast_transpose",
     "activate",
+    "activation_gradient",
     "cast_transpose",
     "dact_cast_transpose",
     "transpose_codes",

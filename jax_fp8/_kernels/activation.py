@@ -15,7 +15,14 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from jax_fp8._quantize import amax, codes, declared, quantize, round_to
+from jax_fp8._quantize import (
+    amax,
+    codes,
+    declared,
+    quantize,
+    round_to,
+    sum_over,
+)
 
 from ._dispatch import dispatch, swap
 from ._instructions import Instructions
@@ -39,6 +46,15 @@ def activate(activation: Activation, hidden: jax.Array) -> jax.Array:
         return jax.nn.relu(hidden)
     gate, linear = jnp.split(hidden, 2, axis=-1)
     return jax.nn.silu(gate) * linear
+
+
+def activation_gradient(
+    activation: Activation, g: jax.Array, hidden: jax.Array
+) -> jax.Array:
+    """`g * act'(h)` in float32; swiglu's is rounded to the dtype of `g`."""
+    _, vjp = jax.vjp(lambda h: activate(activation, h), declared(hidden))
+    (dh,) = vjp(declared(g))
+    return declared(round_to(dh, g.dtype)) if activation == "swiglu" else dh
 
 
 def act_cast_transpose(
@@ -71,6 +87,7 @@ def dact_cast_transpose(
     activation: Activation,
     *,
     column_sums: bool = False,
+    exact_sums: bool = False,
 ) -> Quantized:
     """`g * act'(h)`, quantised, and its column sums for the bias gradient.
 
@@ -81,7 +98,11 @@ def dact_cast_transpose(
         fp8_dtype: `jnp.float8_e4m3fn` or `jnp.float8_e5m2`.
         activation: Which.
         column_sums: Whether to return the sums.
+        exact_sums: Whether to add in float64, which the kernel does not.
     """
+    if exact_sums and column_sums:
+        reference = _backward_reference(activation, column_sums, exact_sums)
+        return reference(g, hidden, scale, fp8_dtype)
     job = _backward_job(activation, g.dtype, column_sums)
     reference = _backward_reference(activation, column_sums)
     tile = GATED_DACT_TILE if activation == "swiglu" else DACT_TILE
@@ -99,16 +120,15 @@ def _forward_reference(activation: Activation) -> Any:
 
 
 @functools.cache
-def _backward_reference(activation: Activation, column_sums: bool) -> Any:
+def _backward_reference(
+    activation: Activation, column_sums: bool, exact_sums: bool = False
+) -> Any:
     def reference(
         g: jax.Array, hidden: jax.Array, scale: jax.Array, fp8_dtype: Any
     ) -> Quantized:
-        _, vjp = jax.vjp(lambda h: activate(activation, h), declared(hidden))
-        (dh,) = vjp(declared(g))
-        if activation == "swiglu":
-            dh = declared(round_to(dh, g.dtype))
+        dh = activation_gradient(activation, g, hidden)
         q = codes(quantize(dh, scale, fp8_dtype))
-        sums = jnp.sum(dh, axis=0) if column_sums else None
+        sums = sum_over(dh, (0,), exact=exact_sums) if column_sums else None
         return Quantized(q, amax(dh, scale), swap(q), sums)
 
     return reference

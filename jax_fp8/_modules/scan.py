@@ -13,12 +13,15 @@ from typing import Any, TypeVar, cast
 
 import flax.linen as nn
 
+from .capture import OPERANDS
 from .state import KERNELS, RECOMPUTE, SCALING
 
 M = TypeVar("M", bound=nn.Module)
 
 # For `flax.linen.scan(..., variable_axes={"params": 0, **SCAN_AXES})`.
-SCAN_AXES: Mapping[str, int] = MappingProxyType({SCALING: 0, RECOMPUTE: 0, KERNELS: 0})
+SCAN_AXES: Mapping[str, int] = MappingProxyType(
+    {SCALING: 0, RECOMPUTE: 0, KERNELS: 0, OPERANDS: 0}
+)
 
 
 def scan(
@@ -99,8 +102,8 @@ def _shared_axes(module: nn.Module, axes: dict[str, Any]) -> dict[str, Any]:
     changes = module.is_mutable_collection(SCALING) and not module.is_initializing()
     state = {"variable_carry": [SCALING]} if changes else {}
     broadcast = ["params", KERNELS] + ([] if changes else [SCALING])
-    # The entries of a ticket are stacked: an iteration may not write a broadcast one.
+    # What iterations write is stacked: they may not write a broadcast collection.
     return state | {
         "variable_broadcast": broadcast,
-        "variable_axes": {RECOMPUTE: 0} | axes,
+        "variable_axes": {RECOMPUTE: 0, OPERANDS: 0} | axes,
     }

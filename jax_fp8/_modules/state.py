@@ -39,6 +39,8 @@ from jax_fp8._scaling import ScalingState, init_scaling, observe
 from jax_fp8._sharding import REPLICATED, on_auto_axes, product_spec
 from jax_fp8._typing import AnyFloat, Array, DType, Scalar
 
+from .capture import capture, next_probe
+
 SCALING = "fp8_scaling"
 RECOMPUTE = "fp8_recompute"
 KERNELS = "fp8_kernels"
@@ -49,8 +51,6 @@ ROLES = ("input", "kernel", "output_grad")
 TAP = "tap"
 READ = "read"
 DEFAULT_HISTORY_LEN = 1024
-# Listed in `mutable=`, it captures what is quantised, for `scaling_report`.
-OPERANDS = "fp8_operands"
 
 
 def as_state(value: Any) -> ScalingState:
@@ -94,7 +94,9 @@ def fp8_product(
     """
     use = begin_use(module, x, kernel, *args, **options)
     dot = functools.partial(fp8_dot, use.spec)
-    y, tap, amaxes = on_auto_axes(dot, _result_specs(use.spec), use.x, *use.layer)
+    specs = _result_specs(use.spec)
+    y, tap, amaxes = on_auto_axes(dot, specs, use.x, *use.layer)
+    capture(module, use.x, use.layer.kernel, y, use.layer.probe)
     end_use(module, use, tap, amaxes)
     return y
 
@@ -163,9 +165,7 @@ def begin_use(
         kernel_codes = KernelCodes(q)
     input_scale, kernel_scale = _ticket(module, states["input"].scale, kernel_scale)
 
-    if not module.is_initializing():  # `init` would return the captured tensors
-        for name, value in (("input", x), ("kernel", kernel)):
-            module.sow(OPERANDS, name, value)
+    probe = next_probe(module)
     x, kernel, bias, axis_names = _align(x, kernel, bias, input_scale, autocast)
     spec = Gemm(
         path=path_of(module),
@@ -180,9 +180,10 @@ def begin_use(
         axis_names=axis_names,
         in_region=in_recompute_region(),
         recording=recording,
+        probed=probe is not None,
     )
     scales = Scales(input_scale, kernel_scale, states["output_grad"].scale)
-    layer = Layer(kernel, bias, kernel_codes, scales, tap)
+    layer = Layer(kernel, bias, kernel_codes, scales, tap, probe)
     return Use(spec, x, layer, states, kernel_amax, recording)
 
 

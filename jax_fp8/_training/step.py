@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_fp8._errors import FP8StateError
+from jax_fp8._modules.capture import OPERANDS, merge_gradients, probes_for
 from jax_fp8._modules.state import KERNELS, RECOMPUTE, ROLES, SCALING, TAP
 from jax_fp8._modules.tree import (
     Layer,
@@ -52,6 +53,8 @@ def value_and_grad(
         `(variables, *args, **kw) -> (loss | (loss, aux), grads, updates)`. `grads` has
         the tree of `variables[wrt]`; `updates` has the amaxes of the output gradients
         in their write slots. Give it to `update_scaling`, or to the next micro-batch.
+        If the loss lists `fp8_operands` in `mutable=`, they hold all that the step has
+        quantised, output gradients too, for `scaling_report({**variables, **updates})`.
 
     Raises:
         FP8StateError: At trace time, if the updates lack the FP8 state or have another
@@ -73,8 +76,8 @@ def value_and_grad(
     """
 
     def fn(variables: Variables, *args: Any, **kwargs: Any) -> Any:
-        def of(wanted: Any, taps: dict[Path, Array]) -> tuple[Any, Any]:
-            given = put_taps({**variables, wrt: wanted}, taps)
+        def of(wanted: Any, taps: dict[Path, Array], probes: Any) -> tuple[Any, Any]:
+            given = put_taps({**variables, wrt: wanted, **probes}, taps)
             loss, rest = loss_fn(given, *args, **kwargs)
             updates, aux = rest if has_aux else (rest, None)
             _check_updates(variables, updates)
@@ -84,10 +87,13 @@ def value_and_grad(
             raise ValueError(
                 f"`wrt` got {wrt!r}; expected one of the collections {list(variables)}"
             )
-        grad = jax.value_and_grad(of, argnums=(0, 1), has_aux=True)
-        (loss, (updates, aux)), (grads, d_taps) = grad(
-            variables[wrt], take_taps(variables)
-        )
+        grad = jax.value_and_grad(of, argnums=(0, 1, 2), has_aux=True)
+        variables = {k: v for k, v in variables.items() if k != OPERANDS}
+        inputs = variables[wrt], take_taps(variables)
+        (loss, (updates, aux)), (grads, d_taps, _) = grad(*inputs, {})
+        if probes := probes_for(updates):
+            (loss, (updates, aux)), (grads, d_taps, d_probes) = grad(*inputs, probes)
+            updates = merge_gradients(updates, d_probes)
         return (loss, aux) if has_aux else loss, grads, merge_taps(updates, d_taps)
 
     return fn
@@ -106,7 +112,7 @@ def update_scaling(
 
     Returns:
         Variables for the next step, with the taps zeroed and without the collections
-        `fp8_recompute` and `fp8_kernels`.
+        `fp8_recompute`, `fp8_kernels` and `fp8_operands`.
 
     Raises:
         FP8StateError: The updates lack the FP8 state, or differ from the variables in
@@ -131,7 +137,7 @@ def update_scaling(
     merged = {**variables, **updates}
     if SCALING in merged:
         merged[SCALING] = _update_layers(merged[SCALING], recipes)
-    return {k: v for k, v in merged.items() if k not in (RECOMPUTE, KERNELS)}
+    return {k: v for k, v in merged.items() if k not in (RECOMPUTE, KERNELS, OPERANDS)}
 
 
 def skip_update(updates: Mapping[str, Any], found_inf: Array | bool) -> dict[str, Any]:

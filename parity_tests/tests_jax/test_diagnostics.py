@@ -2,6 +2,7 @@
 
 import json
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import jax_fp8 as fp8
 from jax_fp8.report import main
 
-from .helpers import RECIPE, init, normal, step_of
+from .helpers import RECIPE, assert_same_bits, init, normal, step_of
 
 DEFAULT = fp8.DelayedScaling(amax_history_len=4)
 
@@ -94,6 +95,141 @@ def test_the_report_counts_saturated_and_underflowed_elements(tmp_path):
     assert "underflowed" in str(report)
     report.plot(tmp_path / "amax.png")
     assert (tmp_path / "amax.png").stat().st_size > 1000
+
+
+class Twice(nn.Module):
+    """One layer, used twice."""
+
+    @nn.compact
+    def __call__(self, x):
+        layer = fp8.Dense(16, name="layer")
+        return layer(nn.relu(layer(x)))
+
+
+class Looped(nn.Module):
+    shared: bool
+
+    @nn.compact
+    def __call__(self, x):
+        body = fp8.scan(Body, length=2, shared=self.shared)
+        return body(name="layers")(x)[0]
+
+
+class Body(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return fp8.Dense(16, name="layer")(x), None
+
+
+CAPTURED = {
+    "Dense": lambda: fp8.Dense(16),
+    "used twice": Twice,
+    "remat": lambda: fp8.remat(Twice)(),
+    "fp8.scan": lambda: Looped(shared=False),
+    "fp8.scan(shared=True)": lambda: Looped(shared=True),
+    "LayerNormMLP": lambda: fp8.LayerNormMLP(32),
+    "LayerNormMLP, swiglu": lambda: fp8.LayerNormMLP(32, activation="swiglu"),
+}
+
+
+def captured_step(model, variables, x, dy, *, captured=True):
+    names = [*fp8.COLLECTIONS, *(["fp8_operands"] if captured else [])]
+
+    def loss_fn(variables):
+        with fp8.autocast(recipe=RECIPE):
+            y, updates = model.apply(variables, x, mutable=names)
+        return jnp.sum(y * dy), updates
+
+    return jax.jit(fp8.value_and_grad(loss_fn))(variables)
+
+
+@pytest.mark.bitwise
+@pytest.mark.parametrize("name", CAPTURED)
+def test_capturing_gradients_changes_no_number_of_the_step(name):
+    model = CAPTURED[name]()
+    x, dy = (normal(i, 8, 16, dtype=jnp.float32) for i in (0, 1))
+    variables = init(model, x)
+    loss, grads, updates = captured_step(model, variables, x, dy)
+    operands = updates.pop("fp8_operands")
+    assert_same_bits(
+        (loss, grads, updates),
+        captured_step(model, variables, x, dy, captured=False),
+    )
+    flat = jax.tree_util.tree_leaves_with_path(updates["fp8_scaling"])
+    amaxes = {
+        jax.tree_util.keystr(path): np.max(np.asarray(v)[..., 0])
+        for path, v in flat
+        if "amax_history" in jax.tree_util.keystr(path)
+    }
+    by_role = operands
+    while "output_grad" not in by_role:
+        by_role = next(iter(by_role.values()))
+    uses = {"used twice": 2, "remat": 2}.get(name, 1)
+    assert {role: len(values) for role, values in by_role.items()} == dict.fromkeys(
+        ("input", "kernel", "output_grad"), uses
+    )
+    # What was captured is what was observed, in every use and iteration.
+    for path, values in jax.tree_util.tree_leaves_with_path(operands):
+        del values
+        key = jax.tree_util.keystr(path[:-1])
+        of_role = max(float(np.abs(v).max()) for v in _at(operands, path[:-1]))
+        assert of_role == pytest.approx(amaxes[f"{key}.amax_history"], rel=1e-6)
+    report = fp8.scaling_report({**variables, **updates, "fp8_operands": operands})
+    assert all(t.saturated is not None for t in report.tensors)
+
+
+def _at(tree, path):
+    for key in path:
+        tree = tree[key.key]
+    return tree
+
+
+def test_the_report_counts_saturated_and_underflowed_gradients():
+    model, x, variables = trained()
+    dy = np.zeros((32, 16), np.float32)
+    scale = float(variables["fp8_scaling"]["output_grad"].scale)
+    dy[0] = 70000 / scale  # beyond 57344
+    dy[1] = 2.0**-17 / scale * 0.9  # below half of the smallest value
+    dy[2] = 1 / scale
+    _, _, updates = captured_step(model, variables, x, jnp.asarray(dy))
+    report = fp8.scaling_report({**variables, **updates})
+    grads = {t.tensor: t for t in report.tensors}["output_grad"]
+    assert grads.saturated == pytest.approx(1 / 32)
+    assert grads.underflowed == pytest.approx(1 / 32)
+    new = fp8.update_scaling(variables, updates, recipe=RECIPE)
+    assert "fp8_operands" not in new
+    # Captured anew, not beside what an older step has captured.
+    _, _, again = captured_step(model, {**variables, **updates}, x, x)
+    assert len(again["fp8_operands"]["output_grad"]) == 1
+
+
+def test_a_forward_alone_captures_no_gradient():
+    model, x, variables = trained()
+    with fp8.autocast(recipe=RECIPE):
+        _, seen = model.apply(variables, x, mutable=["fp8_operands"])
+    assert "output_grad" not in seen["fp8_operands"]
+    report = fp8.scaling_report({**variables, **seen})
+    by_name = {t.tensor: t for t in report.tensors}
+    assert by_name["input"].saturated is not None
+    assert by_name["output_grad"].saturated is None
+
+
+def test_a_gradient_that_vmap_hides_is_refused():
+    model, x, variables = trained()
+
+    def loss_fn(variables):
+        def one(x):
+            with fp8.autocast(recipe=RECIPE):
+                return model.apply(
+                    variables, x, mutable=["fp8_operands", *fp8.COLLECTIONS]
+                )
+
+        y, updates = jax.vmap(one, out_axes=(0, 0))(x)
+        scaling = jax.tree.map(lambda v: v[0], updates["fp8_scaling"])
+        return jnp.sum(y), {**updates, "fp8_scaling": scaling}
+
+    with pytest.raises(fp8.FP8StateError, match=r"mapped by `jax\.vmap`"):
+        fp8.value_and_grad(loss_fn)(variables)
 
 
 def test_a_gradient_scale_that_never_moved_is_noted():
