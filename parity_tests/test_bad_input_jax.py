@@ -97,3 +97,62 @@ def test_a_layer_that_is_not_in_the_variables():
 def test_other_formats(dtype):
     with pytest.raises(TypeError, match=r"expected jnp\.float8_e4m3fn or jnp"):
         fp8.quantize(X, np.float32(1), dtype)
+
+
+BROKEN = {
+    "negative amax": ({"amax_history": [0.0, 2, -3, 1]}, "`input` has negative amaxes"),
+    "zero": ({"scale": 0.0}, r"`input` has the scale 0\.0"),
+    "negative": ({"scale": -2.0}, r"`input` has the scale -2\.0"),
+    "nan": ({"scale": np.nan}, "`input` has the scale nan"),
+    "inf": ({"scale": np.inf}, "`input` has the scale inf"),
+    "shape": ({"scale": [1.0, 1.0]}, r"`input` has shapes \(2,\) and \(4,\)"),
+    "empty": ({"amax_history": []}, r"`input` has shapes \(\) and \(0,\)"),
+    "integer": ({"scale": np.int32(1)}, "`input` has dtypes int32 and float32"),
+    "missing": (None, r"lacks \['input/amax_history', 'input/scale'\]"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_states_are_refused(name):
+    changes, message = BROKEN[name]
+    like = init(fp8.Dense(16), X)
+    state = like["fp8_scaling"]["input"]
+    asarray = lambda v: v if isinstance(v, np.generic) else jnp.asarray(v, jnp.float32)
+    roles = {**like["fp8_scaling"]}
+    if changes is None:
+        del roles["input"]
+    else:
+        new = {field: asarray(value) for field, value in changes.items()}
+        roles["input"] = state.replace(**new)
+    with pytest.raises(fp8.FP8StateError, match=message):
+        fp8.load_scaling({**like, "fp8_scaling": roles}, like)
+
+
+def test_states_of_a_stack_of_another_height():
+    class Body(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return fp8.Dense(16, name="layer")(x), None
+
+    two, three = (init(fp8.scan(Body, length=n)(), X) for n in (2, 3))
+    with pytest.raises(
+        fp8.FP8StateError, match=r"`layer/input`: \(3,\) in `raw`, \(2,\) in `like`"
+    ):
+        fp8.load_scaling(three, two)
+    assert_same_bits(fp8.load_scaling(two, two)["fp8_scaling"], two["fp8_scaling"])
+
+
+def test_what_is_no_mistake():
+    """A state cast to BF16, an unfinished step, NaN and inf, a program that loads."""
+    like = init(fp8.Dense(16), X)
+    history = jnp.asarray([5, np.nan, np.inf, 2], jnp.bfloat16)
+    state = fp8.ScalingState(scale=jnp.bfloat16(3), amax_history=history)
+    roles = {**like["fp8_scaling"], "input": state}
+    raw = {**like, "fp8_scaling": roles}
+    for load in (fp8.load_scaling, jax.jit(fp8.load_scaling)):
+        loaded = load(raw, like)["fp8_scaling"]["input"]
+        assert loaded.scale == 3
+        assert loaded.scale.dtype == jnp.float32
+        np.testing.assert_array_equal(loaded.amax_history, [5, np.nan, np.inf, 2])
+    abstract = jax.eval_shape(lambda: raw)
+    jax.eval_shape(fp8.load_scaling, abstract, like)

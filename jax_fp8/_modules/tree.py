@@ -190,12 +190,17 @@ def _wrong(path: Path, leaves: Mapping[Path, Any]) -> Iterator[str]:
         name = "/".join((*path, role))
         if scale.shape != stack or history.shape[:-1] != stack or not history.size:
             yield f"`{name}` has shapes {scale.shape} and {history.shape}"
-        elif scale.dtype.kind != "f" or history.dtype.kind != "f":
+        elif not (_is_float(scale) and _is_float(history)):
             yield f"`{name}` has dtypes {scale.dtype} and {history.dtype}"
         elif not (np.isfinite(scale) & (scale > 0)).all():
             yield f"`{name}` has the scale {scale}"
         elif (history < 0).any():
             yield f"`{name}` has negative amaxes"
     tap = np.asarray(leaves[*path, TAP])
-    if tap.shape != (*stack, 2) or tap.dtype.kind != "f":
+    if tap.shape != (*stack, 2) or not _is_float(tap):
         yield f"`{'/'.join((*path, TAP))}` is {tap.dtype} {tap.shape}"
+
+
+def _is_float(value: np.ndarray) -> bool:
+    # BF16 too: a checkpoint that was cast as a whole.
+    return bool(jnp.issubdtype(value.dtype, jnp.floating))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jax_fp8._errors import FP8StateError
 from jax_fp8._modules.state import ROLES, SCALING, TAP
-from jax_fp8._modules.tree import Layer, layers, map_layers
+from jax_fp8._modules.tree import Layer, check_layers, layers, map_layers
 from jax_fp8._quantize import E4M3, FP8_MAX, amax
 from jax_fp8._recipe import DelayedScaling, check_recipe
 from jax_fp8._scaling import ScalingState
@@ -39,7 +39,9 @@ def load_scaling(
         The collections of `raw`, with `fp8_scaling` as in `like`.
 
     Raises:
-        FP8StateError: `raw` has FP8 state for layers that the model does not have.
+        FP8StateError: `raw` has FP8 state for layers that the model does not have; or
+            a state is incomplete, of another shape or dtype, or no state: a scale that
+            is not positive and finite, a negative amax.
 
     >>> from jax_fp8 import Dense, autocast
     >>> x = jnp.ones((2, 16))
@@ -59,6 +61,7 @@ def load_scaling(
             f"it has {sorted('/'.join(path) for path in wanted)}. Restore with the "
             "model that was saved, or rename the entries"
         )
+    _check_states(raw.get(SCALING, {}), found, wanted)
     length = check_recipe(recipe).amax_history_len if recipe else None
 
     def fit(path: Path, expected: Layer) -> Layer:
@@ -74,6 +77,36 @@ def load_scaling(
         return layer
 
     return {**rest, SCALING: map_layers(fit, like[SCALING])}
+
+
+def _check_states(
+    tree: Any, found: dict[Path, Layer], wanted: dict[Path, Layer]
+) -> None:
+    leaves = jax.tree.leaves(tree)
+    # Values of tracers and of arrays that other processes hold cannot be looked at.
+    if leaves and all(_is_at_hand(leaf) for leaf in leaves):
+        check_layers(tree)
+    shapes = [
+        f"`{'/'.join((*path, role))}`: {shape} in `raw`, {expected} in `like`"
+        for path, layer in found.items()
+        for role in ROLES
+        if (shape := jnp.shape(layer[role].scale))
+        != (expected := jnp.shape(wanted[path][role].scale))
+    ]
+    if shapes:
+        raise FP8StateError(
+            f"the scales have other shapes than the model's: {'; '.join(shapes)}. A "
+            "scanned stack has one per layer: restore with the model that was saved, "
+            "or stack or split the states of its layers first"
+        )
+
+
+def _is_at_hand(leaf: Any) -> bool:
+    if isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct):
+        return False
+    if isinstance(leaf, jax.Array):
+        return leaf.is_fully_addressable or leaf.is_fully_replicated
+    return True
 
 
 def _resize(state: ScalingState, length: int) -> ScalingState:
