@@ -192,6 +192,28 @@ def test_recipe_and_flag_of_the_forward(enabled):
     assert_same_bits(dparams, expected)
 
 
+def test_gradient_scale_of_the_backward():
+    """Two forwards, then two backwards: the second uses what the first has set."""
+    model = layer()
+    fn = lambda v, x: model.apply(v, x, mutable=fp8.COLLECTIONS)
+    x = of_amax(3.0)
+    variables = made(model, x)
+    with fp8.autocast(recipe=RECIPE):
+        _, _, ticket = jit(functools.partial(fp8.region_forward, fn))(variables, x)
+    backward = jit(functools.partial(fp8.region_backward, fn))
+    now, grads = variables, []
+    for amax in (8.0, 2.0):
+        dparams, _, updates = backward(now, ticket, of_amax(amax, seed=9))
+        grads.append(dparams["kernel"])
+        now = fp8.update_scaling(now, updates, recipe=RECIPE)
+    assert history(now, "output_grad") == [0, 0, 8, 2]
+    codes = fp8.quantize(of_amax(2.0, seed=9), jnp.float32(57344 / 8), jnp.float8_e5m2)
+    q_g = np.asarray(codes, np.float64) / (57344 / 8)
+    q_x = np.asarray(fp8.quantize(x, jnp.float32(1), jnp.float8_e4m3fn), np.float64)
+    np.testing.assert_allclose(grads[1], q_x.T @ q_g, rtol=1e-6)
+    assert rel_rms(grads[0], grads[1]) > 0.1
+
+
 @KINDS
 def test_gradient_scale_after_the_first_step(kind):
     model, x, dy = layer(kind), of_amax(3.0), of_amax(0.03, seed=9)

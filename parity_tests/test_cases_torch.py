@@ -202,6 +202,39 @@ def test_recipe_and_flag_of_the_forward(kind, enabled, casts):
     assert module.output_grad_scale == torch.tensor(57344.0 / 4) / amax
 
 
+@CHECKPOINTED
+def test_a_recipe_that_the_body_changes(kind):
+    """The body opens another autocast the second time: the first recipe counts."""
+    e4m3 = te.DelayedScaling(fp8_format=te.Format.E4M3, amax_history_len=4)
+    hybrid = te.DelayedScaling(amax_history_len=4, margin=3)
+    module, recipe, dy = layer(), [e4m3], of_amax(0.5, seed=9).detach()
+
+    def body(x):
+        with fp8(recipe=recipe[0]):
+            return torch.tanh(module(x))
+
+    y = run(kind, body, of_amax(3.0))
+    recipe[0] = hybrid
+    y.backward(dy)
+    amax = module.output_grad_amax_history[-1]
+    assert module.output_grad_scale == scale_of(amax)
+
+
+@CHECKPOINTED
+def test_gradient_scale_of_the_backward(kind, casts):
+    """Two forwards, then two backwards: the second uses what the first has set."""
+    module = layer()
+    with fp8():
+        ys = [run(kind, module, of_amax(3.0, seed=k)) for k in range(2)]
+    casts.clear()
+    for y, amax in zip(ys, (8.0, 2.0), strict=True):
+        y.backward(of_amax(amax, seed=9).detach())
+    # Input and weight as in the forward, then the gradient.
+    scales = [scale for _, scale, _ in casts]
+    assert scales == [1, 1, 1, 1, 1, 57344 / 8]
+    assert module.output_grad_amax_history.tolist() == [0, 0, 8, 2]
+
+
 @KINDS
 def test_gradient_scale_after_the_first_step(kind):
     module, dy = layer(), of_amax(0.03, seed=9).detach()
