@@ -1,6 +1,8 @@
 """Settings that every test shares: strict dtypes and ranks, eight host devices."""
 
 import importlib.util
+import os
+import tempfile
 
 import jax
 import jaxtyping
@@ -18,6 +20,20 @@ collect_ignore = [
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+_CACHE = "JAX_COMPILATION_CACHE_DIR"
+
+
+def pytest_configure(config):
+    """One compilation cache for this run: workers and their subprocesses share it."""
+    if _CACHE not in os.environ:
+        folder = tempfile.TemporaryDirectory(prefix="jax-tests-")
+        config.add_cleanup(folder.cleanup)
+        os.environ[_CACHE] = folder.name
+        os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
+    jax.config.update("jax_compilation_cache_dir", os.environ[_CACHE])
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
 def _gpu_reason() -> str:
