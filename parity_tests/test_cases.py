@@ -20,6 +20,7 @@ WITHOUT = {
     "buffers cannot be forgotten",
     "one program on all devices",
 }
+FILES = ("test_cases_torch.py", "test_cases_jax.py", "test_cases_jax_state.py")
 TEST = re.compile(r"`([\w/]+\.py)::(test_\w+)(?:\[([^\]]+)\])?`")
 # Parametrised by a table: the names of its rows.
 ROWS = {
@@ -71,7 +72,7 @@ def test_every_case_names_its_tests(row):
 
 def test_all_numbered_tests_are_listed():
     text = PAGE.read_text(encoding="utf-8")
-    for path in ("test_cases_torch.py", "test_cases_jax.py"):
+    for path in FILES:
         tests = {name for name in functions(path) if name.startswith("test_")}
         listed = {test for file, test, _ in TEST.findall(text) if file == path}
         assert listed == tests

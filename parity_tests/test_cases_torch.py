@@ -1,7 +1,8 @@
 """The faults that people met in public, with their numbers, in torch_ref.
 
-`test_cases_jax.py` is the same page for jax_fp8: same names, same numbers. What needs
-no number of its own is a row of `tests_torch/cases.py`; `docs/cases.md` lists all.
+`test_cases_jax.py` and `test_cases_jax_state.py` are the same page for jax_fp8: same
+names, same numbers. What needs no number of its own is a row of `tests_torch/cases.py`;
+`docs/cases.md` lists all.
 """
 
 import io

@@ -460,6 +460,15 @@ def test_gradients_are_those_of_the_quantised_layer(dtype):
         torch.testing.assert_close(ours.double(), exact.detach(), **tolerance)
 
 
+def test_the_bias_gradient_is_summed_in_float32():
+    """A BF16 sum of ones stops at 256."""
+    module, x = linear(bias=True), constant(1.0, rows=1000)
+    with fp8():
+        y = module(x)
+    y.backward(torch.ones_like(y))
+    assert (module.bias.grad == 1000).all()
+
+
 def test_fp8_off_is_torch_linear():
     module = linear()
     plain = torch.nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.bfloat16)
