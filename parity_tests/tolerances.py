@@ -166,7 +166,7 @@ TOLERANCES: dict[str, Tolerance] = {
         rel_rms={"*": 1.8e-3},
     ),
     "gpu, fast, float64": Tolerance(
-        reason="fast accumulation adds 1.3e-3 at K = 4096 to the 1.7e-3 of BF16 rounding",
+        reason="fast accumulation adds 1.3e-3 at K = 4096 to 1.7e-3 of BF16 rounding",
         rel_rms={"*": 2.3e-3},
     ),
 }

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 
 from jax_fp8._errors import FP8StateError

@@ -220,7 +220,7 @@ def test_einsum_and_dense_general_with_batch_axes():
     x, _ = inputs()
     layers = [
         fp8.Einsum((4, 16, 8), "bsk,skn->nsb"),
-        fp8.DenseGeneral((2, 4), axis=-1, batch_dims=0),
+        fp8.DenseGeneral((2, 4), axis=-1, batch_dims=(0,)),
         fp8.DenseGeneral(8, axis=(-2, -1)),
     ]
     expected = [
