@@ -190,6 +190,12 @@ def test_state_leaves_are_plain_float32():
         for leaf in leaves:
             assert leaf.dtype == np.dtype("float32"), name
             assert not getattr(leaf, "weak_type", False), name
+    # `init` records nothing, and a step leaves nothing in the tap.
+    for role in ("input", "kernel", "output_grad"):
+        assert_same_bits(variables["fp8_scaling"][role], fp8.init_scaling(4))
+        assert scale(trees["update"], role) != 1
+    assert not np.any(variables["fp8_scaling"]["tap"])
+    assert not np.any(trees["update"]["fp8_scaling"]["tap"])
     grads = jax.eval_shape(grad, variables, x, x)[1]
     assert jax.tree.structure(grads) == jax.tree.structure(variables["params"])
 

@@ -86,3 +86,47 @@ def test_results_are_rounded_once_to_the_compute_dtype(package):
     product = expected()["y"] - BIAS.astype(np.float64)
     twice = product.astype(ml_dtypes.bfloat16).astype(np.float32) + BIAS
     assert np.any(twice.astype(ml_dtypes.bfloat16) != np.asarray(found["y"]))
+
+
+@pytest.mark.bitwise
+@pytest.mark.parametrize("accumulation", ["exact", "default"])
+def test_exact_sums_in_float64(accumulation):
+    """Large and small terms in one long sum, so that float32 rounds on the way."""
+    k = 4096
+    x = np.random.default_rng(4).normal(size=(8, k)) * np.logspace(-2, 2, k)
+    w = np.random.default_rng(5).normal(size=(k, 8))
+    x, w = x.astype(np.float32), w.astype(np.float32)
+    q_x, q_w = (v.astype(ml_dtypes.float8_e4m3fn).astype(np.float64) for v in (x, w))
+    options = OPTIONS | {"accumulation": accumulation}
+
+    module = torch_ref.Linear(k, 8, bias=False)
+    with torch.no_grad():
+        module.weight.copy_(torch.from_numpy(w).t())
+    with torch_ref.autocast(recipe=torch_ref.DelayedScaling(**options)):
+        by_torch = module(torch.from_numpy(x)).detach().numpy()
+    model = jax_fp8.Dense(8, use_bias=False)
+    with jax_fp8.autocast(recipe=jax_fp8.DelayedScaling(**options)):
+        variables = model.init(jax.random.key(0), x)
+        variables["params"] = {"kernel": w}
+        by_jax = model.apply(variables, x)
+    for y in (by_jax, by_torch):
+        equal = np.array_equal(np.asarray(y), (q_x @ q_w).astype(np.float32))
+        assert equal == (accumulation == "exact")
+
+
+def test_gradients_reach_a_norm_rounded():
+    """With one row the gradient of beta is dx of the linear layer: a BF16 number."""
+    x = jnp.asarray(X[:1], jnp.float32)
+    recipe = jax_fp8.DelayedScaling(**OPTIONS)
+    for model in (
+        jax_fp8.LayerNormDense(N, dtype=jnp.bfloat16),
+        jax_fp8.LayerNormMLP(N, dtype=jnp.bfloat16),
+    ):
+        with jax_fp8.autocast(recipe=recipe):
+            variables = model.init(jax.random.key(0), x)
+        run = jax.jit(jax_fp8.value_and_grad(loss_of(model, recipe), has_aux=True))
+        dy = jnp.asarray(DY[:1] if isinstance(model, jax_fp8.LayerNormDense) else X[:1])
+        beta = run(variables, x, dy)[1]["norm"]["bias"]
+        assert np.any(beta)
+        rounded = np.asarray(beta).astype(ml_dtypes.bfloat16).astype(np.float32)
+        np.testing.assert_array_equal(beta, rounded)

@@ -3,7 +3,10 @@
 import dataclasses
 import inspect
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
+import torch
 
 import jax_fp8
 import torch_ref
@@ -68,3 +71,31 @@ def test_recipes_are_frozen_and_hashable(package):
     assert recipe != package.DelayedScaling(margin=1)
     with pytest.raises(dataclasses.FrozenInstanceError):
         recipe.margin = 3
+
+
+LIMITS = np.finfo(np.float32)
+# What a callable returns, and the scale that follows from 7 and an amax of 8.
+USELESS = {
+    ("amax_compute_algo", 0.0): 7.0,
+    ("amax_compute_algo", np.nan): 7.0,
+    ("amax_compute_algo", np.inf): 7.0,
+    ("scaling_factor_compute_algo", 0.0): float(LIMITS.tiny),
+    ("scaling_factor_compute_algo", np.nan): 7.0,
+    ("scaling_factor_compute_algo", np.inf): float(LIMITS.max),
+}
+
+
+@BOTH
+@pytest.mark.parametrize("which", USELESS, ids=str)
+def test_useless_results_of_callables_are_repaired(package, which):
+    name, value = which
+    array = torch.tensor if package is torch_ref else jnp.float32
+    history = [8.0, 1.0, 2.0]
+    history = torch.tensor(history) if package is torch_ref else jnp.asarray(history)
+    state = package.ScalingState(array(7.0), history)
+    recipe = package.DelayedScaling(
+        amax_history_len=3, **{name: lambda *_: array(value)}
+    )
+    new = package.update(state, recipe, 448.0)
+    assert float(new.scale) == USELESS[which]
+    assert new.amax_history.tolist() == [0, 2, 8]
