@@ -20,7 +20,6 @@ from ._gemm import (
     Amaxes,
     Gemm,
     KernelCodes,
-    Operand,
     Scales,
     dgrad,
     fprop,
@@ -62,26 +61,7 @@ def fp8_dot(
         all uses, because each use passes on the tap of the one before.
     """
     del probe
-    return _forward(spec, x, kernel, bias, kernel_codes, scales, tap)[0]
-
-
-def _forward(
-    spec: Gemm,
-    x: AnyFloat,
-    kernel: AnyFloat,
-    bias: AnyFloat | None,
-    kernel_codes: KernelCodes | None,
-    scales: Scales,
-    tap: Tap,
-) -> tuple[tuple[AnyFloat, Tap, Amaxes], tuple[Operand, Operand]]:
-    q_x, amax_x = quantize_operand(
-        x, scales.input, E4M3, spec.contract, spec, INPUT_NAME
-    )
-    q_w, amax_w = kernel_operand(kernel, kernel_codes, scales.kernel, spec)
-    y = fprop(q_x, q_w, spec, bias).astype(spec.out_dtype)
-    if spec.in_region:
-        y = checkpoint_name(y, DOT_NAME)
-    return (y, tap, Amaxes(amax_x, amax_w)), (q_x, q_w)
+    return _forward(spec.program, x, kernel, bias, kernel_codes, scales, tap)[0]
 
 
 class _Residuals(NamedTuple):
@@ -92,18 +72,48 @@ class _Residuals(NamedTuple):
     scales: Scales
 
 
+# Both directions are compiled where a layer runs eagerly: op by op, JAX would compile
+# the choices between platforms anew in every call.
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def _forward(
+    spec: Gemm,
+    x: AnyFloat,
+    kernel: AnyFloat,
+    bias: AnyFloat | None,
+    kernel_codes: KernelCodes | None,
+    scales: Scales,
+    tap: Tap,
+) -> tuple[tuple[AnyFloat, Tap, Amaxes], _Residuals]:
+    q_x, amax_x = quantize_operand(
+        x, scales.input, E4M3, spec.contract, spec, INPUT_NAME
+    )
+    q_w, amax_w = kernel_operand(kernel, kernel_codes, scales.kernel, spec)
+    y = fprop(q_x, q_w, spec, bias).astype(spec.out_dtype)
+    if spec.in_region:
+        y = checkpoint_name(y, DOT_NAME)
+    residuals = _Residuals(kept(q_x, spec), q_w.codes, scales)
+    return (y, tap, Amaxes(amax_x, amax_w)), residuals
+
+
 def _fwd(spec: Gemm, *args: Any) -> tuple[tuple[AnyFloat, Tap, Amaxes], _Residuals]:
     x, kernel, bias, _, _, tap, _ = args
     check_tap_is_differentiated(spec, (x, kernel, bias), tap)
     primals = jax.custom_derivatives.custom_vjp_primal_tree_values(args)
-    out, (q_x, q_w) = _forward(spec, *primals[:6])
-    return out, _Residuals(kept(q_x, spec), q_w.codes, primals[4])
+    return _forward(spec.program, *primals[:6])
 
 
 def _bwd(
     spec: Gemm, residuals: _Residuals, cotangents: tuple[Any, Any, Any]
 ) -> tuple[Array, Array, Array | None, None, None, Array, Array | None]:
     dy, d_tap, _ = (materialize(c) for c in cotangents)
+    dx, dw, db, d_tap = _backward(spec.program, residuals, dy, d_tap)
+    return dx, dw, db, None, None, d_tap, dy if spec.probed else None
+
+
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def _backward(
+    spec: Gemm, residuals: _Residuals, dy: AnyFloat, d_tap: Tap
+) -> tuple[Array, Array, Array | None, Array]:
     x_codes, w_codes, scales = residuals
     n_axes = w_codes.ndim - spec.batch - spec.contract
     m_axes = dy.ndim - spec.batch - n_axes
@@ -116,8 +126,7 @@ def _bwd(
     dx = dgrad(q_g, q_w, spec).astype(spec.x_dtype)
     dw = wgrad(q_x, q_g, spec)
     db = bias_gradient(dy, m_axes, spec) if spec.bias else None
-    d_probe = dy if spec.probed else None
-    return dx, dw, db, None, None, next_tap(d_tap, amax_g), d_probe
+    return dx, dw, db, next_tap(d_tap, amax_g)
 
 
 def bias_gradient(dy: AnyFloat, m_axes: int, spec: Gemm) -> Array:

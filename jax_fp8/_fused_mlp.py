@@ -60,6 +60,11 @@ class Mlp:
     fc2: Gemm
     activation: Activation
 
+    @property
+    def program(self) -> Mlp:
+        """What of it changes the compiled program."""
+        return Mlp(self.fc1.program, self.fc2.program, self.activation)
+
 
 class Layer(NamedTuple):
     """One layer's arguments, as `fp8_dot` takes them."""
@@ -89,7 +94,7 @@ def fp8_mlp(spec: Mlp, x: AnyFloat, fc1: Layer, fc2: Layer) -> Results:
         `y [*m, n]`, the taps and the amaxes of both layers, and `h`, not to be
         differentiated.
     """
-    return _forward(spec, x, fc1, fc2)[0]
+    return _forward(spec.program, x, fc1, fc2)[0]
 
 
 class _Residuals(NamedTuple):
@@ -101,6 +106,8 @@ class _Residuals(NamedTuple):
     scales: tuple[Scales, Scales]
 
 
+# Compiled where a layer runs eagerly, as in `_dot.py`.
+@functools.partial(jax.jit, static_argnums=0, inline=True)
 def _forward(
     spec: Mlp, x: AnyFloat, fc1: Layer, fc2: Layer
 ) -> tuple[Results, _Residuals]:
@@ -146,15 +153,21 @@ def _fwd(spec: Mlp, *args: Any) -> tuple[Results, _Residuals]:
     check_tap_is_differentiated(spec.fc2, (x, fc1[:2], fc2[:2]), fc2.tap)
     check_tap_is_differentiated(spec.fc1, (x, fc1[:2]), fc1.tap)
     primals = jax.custom_derivatives.custom_vjp_primal_tree_values(args)
-    return _forward(spec, *primals)
+    return _forward(spec.program, *primals)
 
 
 def _bwd(
     spec: Mlp, residuals: _Residuals, cotangents: Any
 ) -> tuple[Array, Layer, Layer]:
     dy, d_taps, _, _ = cotangents
-    dy = materialize(dy)
-    taps = [materialize(d_tap) for d_tap in d_taps]
+    taps = tuple(materialize(d_tap) for d_tap in d_taps)
+    return _backward(spec.program, residuals, materialize(dy), taps)
+
+
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def _backward(
+    spec: Mlp, residuals: _Residuals, dy: AnyFloat, taps: tuple[Tap, Tap]
+) -> tuple[Array, Layer, Layer]:
     s1, s2 = spec.fc1, spec.fc2
     scales1, scales2 = residuals.scales
     m_axes = dy.ndim - 1

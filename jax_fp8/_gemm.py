@@ -78,6 +78,11 @@ class Gemm:
     recording: bool = False
     probed: bool = False
 
+    @property
+    def program(self) -> Gemm:
+        """What of it changes the compiled program."""
+        return dataclasses.replace(self, path="", recording=False)
+
 
 class KernelCodes(NamedTuple):
     """Codes `[*b, *k, *n]` of a kernel, and `[*b, *n, *k]` where they exist too."""

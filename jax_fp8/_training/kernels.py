@@ -68,6 +68,7 @@ def find_kernel(params: Any, path: Path) -> Array | None:
     return None if kernel is None else meta.unbox(kernel)
 
 
+@jax.jit  # eagerly, the choice between platforms would be compiled in every call
 def _quantized(kernel: jax.Array, scale: jax.Array) -> dict[str, jax.Array]:
     def one(kernel: jax.Array, scale: jax.Array) -> dict[str, jax.Array]:
         if kernel.ndim == 2:

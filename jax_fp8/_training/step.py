@@ -205,12 +205,7 @@ def _update_layers(
     new: dict[tuple[Path, str], ScalingState] = {}
     for (own, _), group in groups.items():
         states, fp8_max = zip(*group.values(), strict=True)
-        # One by one XLA compiles faster; as a stack they are one kernel on a GPU.
-        updated = jax.lax.platform_dependent(
-            states,
-            cpu=functools.partial(_update_each, recipe=own, fp8_max=fp8_max),
-            default=functools.partial(_update_stack, recipe=own, fp8_max=fp8_max),
-        )
+        updated = _update_group(states, recipe=own, fp8_max=fp8_max)
         new |= dict(zip(group, updated, strict=True))
     return map_layers(
         lambda path, layer: (
@@ -218,6 +213,18 @@ def _update_layers(
             | {TAP: _finished_tap(path, layer[TAP])}
         ),
         scaling,
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("recipe", "fp8_max"), inline=True)
+def _update_group(
+    states: tuple[ScalingState, ...], recipe: DelayedScaling, fp8_max: tuple[float, ...]
+) -> tuple[ScalingState, ...]:
+    # One by one XLA compiles faster; as a stack they are one kernel on a GPU.
+    return jax.lax.platform_dependent(
+        states,
+        cpu=functools.partial(_update_each, recipe=recipe, fp8_max=fp8_max),
+        default=functools.partial(_update_stack, recipe=recipe, fp8_max=fp8_max),
     )
 
 
