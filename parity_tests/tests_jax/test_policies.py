@@ -205,7 +205,7 @@ def test_the_page_says_what_was_counted():
         "beyond those of the gradients. No remat recomputes nothing.",
         "",
         f"MLP block {WIDTH} -> {HIDDEN} -> {WIDTH}, transformer layer of width",
-        f"{WIDTH}; {TOKENS} tokens, BF16.",
+        f"{WIDTH}; {TOKENS} tokens, BF16; jax {jax.__version__}.",
         "",
         "| block | policy | bytes saved | dots recomputed | casts recomputed |",
         "|---|---|---|---|---|",
@@ -227,6 +227,15 @@ def test_the_page_says_what_was_counted():
     ]
     text = "\n".join(lines) + "\n"
     page = ROOT / "docs" / "policies.md"
+    if page.exists() and f"jax {jax.__version__}." not in page.read_text():
+        # What JAX itself saves without a policy changes with its version.
+        own = lambda page: [
+            line
+            for line in page.splitlines()
+            if line.startswith("| ") and not re.search("no remat|everything", line)
+        ]
+        assert own(page.read_text()) == own(text)
+        return
     if not page.exists() or page.read_text() != text:
         page.write_text(text)
         pytest.fail("docs/policies.md was out of date and is written anew: commit it")
