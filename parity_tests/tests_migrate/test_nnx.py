@@ -14,7 +14,6 @@ import jax_fp8 as fp8
 
 from .conftest import ROOT
 
-
 # Strict promotion, which the tests set, fails in optax.
 pytestmark = pytest.mark.usefixtures("jax_defaults")
 
