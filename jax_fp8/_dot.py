@@ -98,14 +98,16 @@ def _forward(
 def _fwd(spec: Gemm, *args: Any) -> tuple[tuple[AnyFloat, Tap, Amaxes], _Residuals]:
     x, kernel, bias, _, _, tap, _ = args
     check_tap_is_differentiated(spec, (x, kernel, bias), tap)
-    primals = jax.custom_derivatives.custom_vjp_primal_tree_values(args)
-    return _forward(spec.program, *primals[:6])
+    x, kernel, *rest = jax.custom_derivatives.custom_vjp_primal_tree_values(args)
+    x, kernel = once(spec.path, x), once(spec.path, kernel)
+    return _forward(spec.program, x, kernel, *rest[:4])
 
 
 def _bwd(
     spec: Gemm, residuals: _Residuals, cotangents: tuple[Any, Any, Any]
 ) -> tuple[Array, Array, Array | None, None, None, Array, Array | None]:
     dy, d_tap, _ = (materialize(c) for c in cotangents)
+    dy = once(spec.path, dy)
     dx, dw, db, d_tap = _backward(spec.program, residuals, dy, d_tap)
     return dx, dw, db, None, None, d_tap, dy if spec.probed else None
 
@@ -143,6 +145,25 @@ def next_tap(d_tap: Tap, amax_g: Scalar) -> Tap:
 
 
 fp8_dot.defvjp(_fwd, _bwd, symbolic_zeros=True)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def once(path: str, value: AnyFloat) -> AnyFloat:
+    """`value`, as an argument of a derivative that has no derivative itself.
+
+    Without it a second derivative would be 0, silently: codes are integers.
+    """
+    del path
+    return value
+
+
+@once.defjvp
+def _refuse(path: str, *_: Any) -> tuple[AnyFloat, AnyFloat]:
+    raise TypeError(
+        f"`{path}` is differentiated twice; FP8 layers have first derivatives only, "
+        "since their codes are integers. Compute the outer derivative (a gradient "
+        "penalty, a Hessian) under `fp8.autocast(enabled=False)`"
+    )
 
 
 def check_tap_is_differentiated(spec: Gemm, inputs: Any, tap: Any) -> None:

@@ -20,7 +20,13 @@ from typing import Any, NamedTuple
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from ._dot import bias_gradient, check_tap_is_differentiated, materialize, next_tap
+from ._dot import (
+    bias_gradient,
+    check_tap_is_differentiated,
+    materialize,
+    next_tap,
+    once,
+)
 from ._gemm import (
     DOT_NAME,
     INPUT_NAME,
@@ -152,8 +158,10 @@ def _fwd(spec: Mlp, *args: Any) -> tuple[Results, _Residuals]:
     x, fc1, fc2 = args
     check_tap_is_differentiated(spec.fc2, (x, fc1[:2], fc2[:2]), fc2.tap)
     check_tap_is_differentiated(spec.fc1, (x, fc1[:2]), fc1.tap)
-    primals = jax.custom_derivatives.custom_vjp_primal_tree_values(args)
-    return _forward(spec.program, *primals)
+    x, *both = jax.custom_derivatives.custom_vjp_primal_tree_values(args)
+    path = spec.fc1.path
+    both = [fc._replace(kernel=once(path, fc.kernel)) for fc in both]
+    return _forward(spec.program, once(path, x), *both)
 
 
 def _bwd(
@@ -161,7 +169,8 @@ def _bwd(
 ) -> tuple[Array, Layer, Layer]:
     dy, d_taps, _, _ = cotangents
     taps = tuple(materialize(d_tap) for d_tap in d_taps)
-    return _backward(spec.program, residuals, materialize(dy), taps)
+    dy = once(spec.fc2.path, materialize(dy))
+    return _backward(spec.program, residuals, dy, taps)
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)

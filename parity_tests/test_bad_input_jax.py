@@ -66,6 +66,39 @@ def test_forward_mode_is_refused_by_jax():
         jax.jvp(f, (X,), (X,))
 
 
+class Mlp(nn.Module):
+    """The fused pair of layers."""
+
+    name_of_layer: str
+
+    @nn.compact
+    def __call__(self, x):
+        return fp8.LayerNormMLP(32, name=self.name_of_layer)(x)
+
+
+@pytest.mark.parametrize("cls", [Named, Mlp])
+@pytest.mark.parametrize("kind", ["plain", "remat"])
+@pytest.mark.parametrize("function", [jnp.sin, lambda y: y], ids=["sin", "linear"])
+def test_second_derivatives_are_refused(kind, function, cls):
+    """Codes are integers: a derivative through them would be a silent zero."""
+    model = (cls if kind == "plain" else fp8.remat(cls))("layer")
+    variables = init(model, X)
+
+    def penalty(x, wrt):
+        def f(params, x):
+            with fp8.autocast(recipe=RECIPE):
+                return jnp.sum(function(model.apply({**variables, **params}, x)))
+
+        grads = jax.grad(f, wrt)({"params": variables["params"]}, x)
+        return sum(jnp.sum(g**2) for g in jax.tree.leaves(grads))
+
+    # Of a linear function dx does not depend on x, and dw does.
+    for wrt in (0, 1) if function is jnp.sin else (0,):
+        for grad in (jax.grad(penalty), jax.jit(jax.grad(penalty), static_argnums=1)):
+            with pytest.raises(TypeError, match=r"`layer.*` is differentiated twice"):
+                grad(X, wrt)
+
+
 @pytest.mark.usefixtures("unhooked")
 def test_a_loop_over_an_instance():
     with pytest.raises(TypeError, match=r"expected a module class(.|\n)*`fp8\.scan\("):
