@@ -204,7 +204,8 @@ class Plain:
         y = law.gemm(q_x, q_w.T)
 
         def pull(g):
-            grad = states["output_grad"]
+            # Of the backward: a failed one in between may have replaced the states.
+            grad = module.states["output_grad"]
             self.backward_frame.observe(number, "output_grad", law.amax(g), recipe)
             q_g = cast(g, grad.scale, kinds["output_grad"])
             module.dweight.append(law.gemm(q_g.T, q_x))

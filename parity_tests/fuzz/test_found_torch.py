@@ -7,6 +7,8 @@ import torch
 
 import torch_ref as te
 
+from . import machine, program
+
 RECIPE = te.DelayedScaling(amax_history_len=2, accumulation="exact")
 
 
@@ -61,3 +63,33 @@ def test_a_backward_inside_a_region_needs_early_stop():
         pytest.raises(te.RecomputeMismatchError, match="with `early_stop=False`"),
     ):
         te.checkpoint(penalty, x, use_reentrant=False, early_stop=False)
+
+
+def test_gradients_after_a_backward_that_failed(monkeypatch):
+    """Each backward uses the gradient scale that the one before it left.
+
+    The fault was the plain model's: what a session puts back after a failed backward
+    was not what the pullbacks of earlier forwards read.
+    """
+    monkeypatch.setattr(machine, "note", lambda _: None)
+    session = machine.TorchMachine()
+    recipe = {
+        "margin": 0,
+        "fp8_format": "HYBRID",
+        "amax_history_len": 1,
+        "amax_compute_algo": "max",
+    }
+    session.start(seed=0, sizes=(1.0, 1.0), recipes=(recipe, recipe), history=1)
+    twice = program.Ckpt("reentrant", program.Seq((program.Lin(0), program.Lin(0))))
+    fails = program.Ckpt("reentrant", program.Raise("recompute"))
+    data = program.Data(0, 4, 1.0, None)
+    for node in (twice, twice, fails):
+        session.forward(node, data, True, True)
+    scales = []
+    for which in (2, 0, 0):
+        session.backward([which], data, False, None)
+        session.states_follow_the_law()
+        scales.append(float(session.plain.modules[0].states["output_grad"].scale))
+    assert scales[0] == 1
+    assert len(set(scales)) == 3
+    session.teardown()
