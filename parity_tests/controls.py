@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import torch
 
@@ -51,8 +52,11 @@ def injected(fault: str, package: str) -> Iterator[None]:
     entry = FAULTS[fault]
     patches = entry.jax() if package == "jax_fp8" else entry.torch()
     with contextlib.ExitStack() as stack:
+        # JAX keeps what it has traced: the right functions now, the wrong ones later.
+        stack.callback(jax.clear_caches)
         for right, wrong in patches:
             stack.enter_context(replaced(package, right, wrong))
+        jax.clear_caches()
         yield
 
 
