@@ -1,5 +1,7 @@
 """torch.compile: FP8 modules run eagerly inside compiled models, equal from step 1."""
 
+import shutil
+
 import pytest
 import torch
 
@@ -111,6 +113,21 @@ def test_checkpoint_inside_a_compiled_model(ck, inner):
     function = compiled(Net(run, ck, inner))
     train(run, function if inner else outer(function))
     assert differences(run, eager(inner)) == []
+
+
+@pytest.mark.slow  # compiles C++
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.bitwise
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+@pytest.mark.parametrize("inner", [False, True], ids=["outer", "inner"])
+def test_the_default_backend(inner):
+    run, plain = Run("plain"), eager(inner, non_reentrant)
+    # Inductor fuses BF16 operators without the roundings between them, unless told.
+    rounding = {"emulate_precision_casts": True}
+    function = torch.compile(Net(run, non_reentrant, inner), options=rounding)
+    train(run, function if inner else outer(function))
+    assert run.moved()
+    assert differences(run, plain) == []
 
 
 @pytest.mark.bitwise
