@@ -31,9 +31,9 @@ def pytest_configure(config):
         folder = tempfile.TemporaryDirectory(prefix="jax-tests-")
         config.add_cleanup(folder.cleanup)
         os.environ[_CACHE] = folder.name
-        os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
+        os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     jax.config.update("jax_compilation_cache_dir", os.environ[_CACHE])
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
 
 def _gpu_reason() -> str:
