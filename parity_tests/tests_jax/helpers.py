@@ -47,6 +47,15 @@ def assert_same_bits(a, b) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def assert_moved(scaling) -> None:
+    """Fails if a scale is still 1: states that never moved are equal everywhere."""
+    is_state = lambda v: isinstance(v, fp8.ScalingState)
+    states = filter(is_state, jax.tree.leaves(scaling, is_leaf=is_state))
+    scales = [np.asarray(state.scale) for state in states]
+    assert scales
+    assert all((scale != 1).all() for scale in scales), scales
+
+
 def rel_rms(a, b) -> float:
     """Relative RMS difference of `a` from `b`."""
     a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)

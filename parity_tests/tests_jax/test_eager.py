@@ -9,7 +9,7 @@ import pytest
 
 import jax_fp8 as fp8
 
-from .helpers import RECIPE, init, normal
+from .helpers import RECIPE, assert_moved, init, normal
 
 MODULES = {
     "Dense": lambda: fp8.Dense(16),
@@ -50,6 +50,7 @@ def test_a_second_step_compiles_nothing(module, compiled):
         assert not jax.tree.all(
             jax.tree.map(lambda a, b: jnp.array_equal(a, b), new, variables)
         )
+        assert_moved(new["fp8_scaling"])
 
     assert compiled(step)
     assert compiled(step) == []

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_fp8 as fp8
 
-from .helpers import RECIPE, assert_same_bits, init, normal
+from .helpers import RECIPE, assert_moved, assert_same_bits, init, normal
 
 pytestmark = pytest.mark.bitwise
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
@@ -164,6 +164,7 @@ def test_states_are_the_same_to_the_bit_and_types_those_of_the_primals(module, l
     expected, state, _ = reference(module, layout)
     found, explicit, x = train(Remat(module), layout)
     assert_same_bits(explicit["fp8_scaling"], state["fp8_scaling"])
+    assert_moved(state["fp8_scaling"])
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
     y, grads = found[-1]
@@ -289,6 +290,8 @@ def test_tickets_quantised_kernels_and_skipped_updates():
     assert_same_bits(explicit["fp8_scaling"], state["fp8_scaling"])
     assert_same_bits(explicit_moved["fp8_scaling"], moved["fp8_scaling"])
     assert state["fp8_scaling"]["down"]["output_grad"].amax_history[-1] == 5.0
+    assert state["fp8_scaling"]["down"]["output_grad"].scale != 1
+    assert all(moved["fp8_scaling"]["up"][r].scale != 1 for r in ("input", "kernel"))
     assert_sharded_like(found, [args[0]["params"], args[1]])
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
@@ -322,6 +325,7 @@ def test_eagerly_and_without_set_mesh_the_types_of_the_values_suffice():
     y, _, state = train_step(*args, model=model)
     assert_sharded_like(y, args[1])
     assert_same_bits(state["fp8_scaling"], expected["fp8_scaling"])
+    assert_moved(state["fp8_scaling"])
     with jax.set_mesh(mesh), jax.disable_jit(), fp8.autocast(recipe=RECIPE):
         eager = model.apply(*args[:2])
     assert_sharded_like(eager, args[1])
@@ -352,6 +356,7 @@ def test_a_shard_map_over_some_of_the_axes():
         grads, state = jax.jit(mapped)(placed(variables, mesh, True), put(x), put(dy))
     _, expected, new = train_step(variables, x, dy, model=model)
     assert_same_bits(state, new["fp8_scaling"])
+    assert_moved(state)
     assert jax.typeof(grads["up"]["kernel"]).sharding.spec == P(None, "model")
     for a, b in zip(
         jax.tree.leaves(grads), jax.tree.leaves(expected["model"]), strict=True

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_fp8 as fp8
 
-from .helpers import RECIPE, assert_same_bits, init, normal, step_of
+from .helpers import RECIPE, assert_moved, assert_same_bits, init, normal, step_of
 
 pytestmark = pytest.mark.bitwise
 
@@ -86,6 +86,7 @@ def test_states_are_replicated_and_equal_to_one_device_without_a_retrace(
         for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
     assert traces == 1
+    assert_moved(placed["fp8_scaling"])
     newest = lambda layer, role: placed["fp8_scaling"][layer][role].amax_history[-1]
     assert newest("up", "input") == 21.0
     assert newest("down", "output_grad") == 5.0
