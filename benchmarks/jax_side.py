@@ -11,11 +11,10 @@ import jax.numpy as jnp
 
 from . import jax_programs as programs
 from .plan import LAYER, MLP, STACK, TINY_LAYER, TINY_MLP, TINY_STACK, Measured, Result
-from .side import Side, options, versions
+from .side import Case, Side, options, versions
 from .timing import medians
 
 MODES = {"jax bf16": "-", "flax fp8_ops": "fast / split", "jax_fp8": "fast / split"}
-Case = tuple[str, str, Callable[[], programs.Program]]
 
 
 def main() -> None:
@@ -49,15 +48,6 @@ class JaxSide(Side):
             if name in only:
                 work()
                 self.result.save(self.out)
-
-    def sizes(self, program: str, sizes: Any) -> None:
-        """Measures every peer at each size."""
-        for index, size in enumerate(sizes):
-            if len(sizes) > 1 and index not in self.sizes_asked:
-                continue
-            cases = self.cases(program, size)
-            self.measure(program, size, [c for c in cases if c[0] not in self.without])
-            self.result.save(self.out)
 
     def cases(self, program: str, size: Any) -> Iterator[Case]:
         """Peer, policy and program, in the order of the report."""

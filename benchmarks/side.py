@@ -5,9 +5,14 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import pathlib
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from .plan import Result
 from .timing import Effort
+
+# Peer, policy, and what builds the program.
+Case = tuple[str, str, Callable[[], Any]]
 
 
 def options() -> argparse.Namespace:
@@ -32,6 +37,23 @@ class Side:
         self.cpu, self.quick = options.device == "cpu", options.quick
         self.device = "cpu" if self.cpu else "cuda"
         self.effort = Effort.tiny() if self.cpu else Effort()
+
+    def cases(self, program: str, size: Any) -> Iterable[Case]:
+        """Peer, policy and program, in the order of the report."""
+        raise NotImplementedError
+
+    def measure(self, program: str, size: Any, cases: list[Case]) -> None:
+        """Builds all programs of one size, then times them in turns."""
+        raise NotImplementedError
+
+    def sizes(self, program: str, sizes: Any) -> None:
+        """Measures every peer at each size that was asked for, and saves after it."""
+        for index, size in enumerate(sizes):
+            if len(sizes) > 1 and index not in self.sizes_asked:
+                continue
+            cases = self.cases(program, size)
+            self.measure(program, size, [c for c in cases if c[0] not in self.without])
+            self.result.save(self.out)
 
 
 def versions(*names: str) -> dict[str, str]:

@@ -10,7 +10,7 @@ import torch
 
 from . import torch_programs as programs
 from .plan import LAYER, MLP, STACK, TINY_LAYER, TINY_MLP, TINY_STACK, Measured, Result
-from .side import Side, options, versions
+from .side import Case, Side, options, versions
 from .timing import medians
 
 MODES = {
@@ -20,7 +20,6 @@ MODES = {
     "torchao": "fast / split",
     "transformer_engine.pytorch": "fast / split",
 }
-Case = tuple[str, str, Callable[[], programs.Step]]
 
 
 def main() -> None:
@@ -46,13 +45,8 @@ class TorchSide(Side):
         if "kernels" in only and not self.cpu:
             self.kernels()
         for program, sizes in plans.items():
-            for index, size in enumerate(sizes if program in only else ()):
-                if len(sizes) > 1 and index not in self.sizes_asked:
-                    continue
-                cases = self.cases(program, size)
-                kept = [c for c in cases if c[0] not in self.without]
-                self.measure(program, size, kept)
-                self.result.save(self.out)
+            if program in only:
+                self.sizes(program, sizes)
         self.result.save(self.out)
 
     def cases(self, program: str, size: Any) -> Iterator[Case]:
