@@ -6,10 +6,9 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import nn
 
-from torch_ref import _context
+from torch_ref import _context, _kernels
 from torch_ref._modules.base import Fp8Module
 from torch_ref._training import fp8_modules
 from torch_ref._typing import Tensor
@@ -69,4 +68,4 @@ around the call
 
 def _is_native(inputs: tuple[Tensor, ...]) -> bool:
     device = inputs[0].device
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+    return device.type == "cuda" and _kernels.has_fp8(device)

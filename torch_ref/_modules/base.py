@@ -70,8 +70,6 @@ class Fp8Module(nn.Module):
         # Without `nn.Module.__getattr__`: a step asks for every state several times.
         buffers: dict[str, Any] = self._buffers
         state = ScalingState(buffers[f"{role}_scale"], buffers[f"{role}_amax_history"])
-        if state.scale.dtype == state.amax_history.dtype == torch.float32:
-            return state
         for name, buffer in zip(state._fields, state, strict=True):
             if buffer.dtype != torch.float32:
                 raise TypeError(
