@@ -17,6 +17,8 @@ import jax.numpy as jnp
 from jax.extend.core import Literal
 
 import jax_fp8 as fp8
+from jax_fp8._gemm import Gemm, Operand, dgrad, fprop, wgrad
+from jax_fp8._quantize import E4M3, E5M2, codes, quantize
 
 from .plan import LayerSize, Size
 
@@ -155,39 +157,54 @@ def _layer(size: LayerSize, policy: str, *, enabled: bool) -> Program:
 
 
 def six_gemms(size: Size) -> Program:
-    """The six FP8 GEMMs of a step alone, in our layouts and accumulation modes."""
+    """The six FP8 GEMMs of a step alone, at our layouts, scales and accumulation modes.
+
+    Codes are drawn, in both layouts; each GEMM is one cuBLASLt call with its scale as
+    the epilogue and nothing beside it.
+    """
     m, k, f = size.tokens, size.hidden, size.ffn
-    e4, e5 = jnp.float8_e4m3fn, jnp.float8_e5m2
-    preset = jax.lax.DotAlgorithmPreset
-    fast, split = preset.ANY_F8_ANY_F8_F32_FAST_ACCUM, preset.ANY_F8_ANY_F8_F32
-    cases = [
-        (m, k, f, e4, e4, fast),
-        (m, f, k, e4, e4, fast),
-        (m, k, f, e5, e4, split),
-        (f, m, k, e4, e5, split),
-        (m, f, k, e5, e4, split),
-        (k, m, f, e4, e5, split),
-    ]
-    keys = iter(jax.random.split(jax.random.key(0), 2 * len(cases)))
-    draw = lambda shape, dtype: (30 * jax.random.normal(next(keys), shape)).astype(
-        dtype
+    spec = Gemm(
+        path="gemms",
+        batch=0,
+        contract=1,
+        dtype=jnp.dtype(BF16),
+        x_dtype=BF16,
+        out_dtype=BF16,
+        bias=False,
+        grad_dtype=E5M2,
+        accumulation="default",
     )
-    pairs = [(draw((r, c), a), draw((n, c), b)) for r, c, n, a, b, _ in cases]
+    shapes = {
+        "x": ((m, k), E4M3),
+        "w1": ((k, f), E4M3),
+        "a": ((m, f), E4M3),
+        "w2": ((f, k), E4M3),
+        "dy": ((m, k), E5M2),
+        "dh": ((m, f), E5M2),
+    }
 
-    def step(pairs: Any, scale: jax.Array) -> Any:
-        return [
-            jax.lax.dot_general(
-                a,
-                b,
-                (((1,), (1,)), ((), ())),
-                precision=case[-1],
-                preferred_element_type=BF16,
-            )
-            * scale.astype(BF16)
-            for (a, b), case in zip(pairs, cases, strict=True)
-        ]
+    @jax.jit
+    def draw() -> dict[str, tuple[jax.Array, ...]]:
+        keys = jax.random.split(jax.random.key(0), len(shapes))
+        found = {}
+        for key, (name, (shape, fp8_dtype)) in zip(keys, shapes.items(), strict=True):
+            value = 30 * jax.random.normal(key, shape)
+            q = codes(quantize(value, jnp.float32(1), fp8_dtype))
+            found[name] = q, q.T, jnp.float32(1e2)
+        return found
 
-    return Program(jax.jit(step), (pairs, jnp.float32(1e-4)))
+    def step(drawn: dict[str, tuple[jax.Array, ...]]) -> Any:
+        q = {name: Operand(*drawn[name], shapes[name][1]) for name in shapes}
+        return (
+            fprop(q["x"], q["w1"], spec),
+            fprop(q["a"], q["w2"], spec),
+            dgrad(q["dy"], q["w2"], spec),
+            wgrad(q["a"], q["dy"], spec),
+            dgrad(q["dh"], q["w1"], spec),
+            wgrad(q["x"], q["dh"], spec),
+        )
+
+    return Program(jax.jit(step), (draw(),))
 
 
 def _inputs(size: Size | LayerSize) -> tuple[jax.Array, jax.Array]:

@@ -103,17 +103,19 @@ class JaxSide(Side):
             steps["gemms"] = functools.partial(gemms.step, *gemms.args)
             copy = _copy_program()
             steps["copy"] = functools.partial(copy.step, *copy.args)
-        times = medians(steps, jax.block_until_ready, self.effort)
+        times, sustained = self.times(steps, jax.block_until_ready)
         offset = len(self.result.points) - len(cases)
         for index in range(len(cases)):
             if index in times:
                 self.result.points[offset + index].median_us = times[index]
+                self.result.points[offset + index].sustained_us = sustained.get(index)
         if "gemms" in times:
             per_byte = times["copy"] / (2 * copy.args[0].nbytes)
             self.result.floors[size.name] = {
                 "gemms_us": times["gemms"],
                 "bytes_us": size.moved_bytes * per_byte,
                 "copy_bytes_per_us": 1 / per_byte,
+                "gemms_sustained_us": sustained.get("gemms"),
             }
 
     def kernels(self) -> None:

@@ -85,7 +85,9 @@ class Measured:
         peer: Who computes it.
         policy: What the backward keeps: `none` is everything, `full` is the input.
         accumulation: Mode of the FP8 GEMMs, forward / backward.
-        median_us: Median time of a step, forward and backward.
+        median_us: Median time of a step, forward and backward, in short turns with
+            rests between them.
+        sustained_us: The same without rests, where the card runs at its power limit.
         flops: Floating-point operations of the GEMMs of a step, recompute not counted.
         temp_bytes: Temporary memory of the program (XLA), or peak minus what was
             allocated before (torch).
@@ -100,6 +102,7 @@ class Measured:
     policy: str
     accumulation: str = ""
     median_us: float | None = None
+    sustained_us: float | None = None
     flops: int = 0
     temp_bytes: int | None = None
     saved_bytes: int | None = None

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from .plan import Result
-from .timing import Effort
+from .timing import Effort, medians
 
 # Peer, policy, and what builds the program.
 Case = tuple[str, str, Callable[[], Any]]
@@ -45,6 +45,15 @@ class Side:
     def measure(self, program: str, size: Any, cases: list[Case]) -> None:
         """Builds all programs of one size, then times them in turns."""
         raise NotImplementedError
+
+    def times(
+        self, steps: dict[Any, Callable[[], Any]], wait: Callable[[Any], None]
+    ) -> tuple[dict[Any, float], dict[Any, float]]:
+        """Medians in short turns with rests, and without rests (full runs alone)."""
+        short = medians(steps, wait, self.effort)
+        if self.quick or self.cpu:
+            return short, {}
+        return short, medians(steps, wait, Effort.sustained())
 
     def sizes(self, program: str, sizes: Any) -> None:
         """Measures every peer at each size that was asked for, and saves after it."""

@@ -25,6 +25,11 @@ class Effort:
     rest: float = 0.03
 
     @classmethod
+    def sustained(cls) -> Effort:
+        """Without rests: the card runs at its power limit throughout."""
+        return cls(5, 0.3, 0.0)
+
+    @classmethod
     def tiny(cls) -> Effort:
         """For a CPU, where only the way is tested."""
         return cls(1, 0.0, 0.0)

@@ -153,6 +153,8 @@ def graphed(step: Step) -> Step:
         graph.replay()
         return y
 
+    # The graph reads the memory of model and input, but does not keep it.
+    replay.step = step
     return replay
 
 

@@ -30,3 +30,19 @@ def test_ratios_of_the_report():
     assert ours["of_gemm_floor"] == 0.8
     assert ours["of_roofline"] == 0.9
     assert size.moved_bytes == 2_147_483_648
+
+
+def test_the_report_says_what_the_floors_would_be_over_bf16():
+    point = lambda peer, us, sustained: Measured(
+        "jax", "mlp", "a", peer, "none", median_us=us, sustained_us=sustained
+    )
+    points = [point("jax bf16", 10.0, 12.0), point("ours", 5.0, 8.0)]
+    result = Result("jax", "card", {}, points)
+    floor = {"gemms_us": 4.0, "bytes_us": 1.0, "copy_bytes_per_us": 4e6}
+    result.floors["a"] = floor | {"gemms_sustained_us": 5.0}
+    text = report.markdown(report.as_dict([result], "command"))
+    assert "GEMMs alone are 2.50x and the roofline 2.00x" in text
+    assert "sustained 2.40x and 2.00x." in text
+    assert "| 5 | 2.00 | 1.50 |" in text
+    del result.floors["a"]["gemms_sustained_us"]
+    assert "roofline 2.00x.\n" in report.markdown(report.as_dict([result], "command"))
