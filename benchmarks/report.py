@@ -72,9 +72,9 @@ def markdown(report: dict[str, Any]) -> str:
     lines += [
         "",
         "Programs take turns of 30 ms, with rests of 30 ms, in one process per "
-        "framework; medians. `over BF16` is the time of the framework's BF16 run without remat "
-        "divided by the row's, `sustained` the same in turns of 300 ms without rests, "
-        "where the card runs at its power limit. The GEMM "
+        "framework; medians. `over BF16` is the time of the framework's BF16 run "
+        "without remat divided by the row's, `sustained` the same in turns of 300 ms "
+        "without rests, where the card runs at its power limit. The GEMM "
         "floor is the six GEMMs alone, at the row's shapes and accumulation modes, in "
         "the same run; the roofline adds the bytes of the casts at a copy's speed. "
         "`temp` is XLA's temporary memory, in torch the peak above what was allocated.",
