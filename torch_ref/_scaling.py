@@ -8,6 +8,7 @@ Python loop over them would cost more than the step's bookkeeping.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple, cast
 
 import torch
@@ -161,10 +162,15 @@ def _update(
     margin: int,
     amax_compute_algo: str,
 ) -> None:
-    recipe = DelayedScaling(
-        margin=margin, amax_compute_algo=cast("AmaxComputeAlgo", amax_compute_algo)
-    )
+    recipe = _recipe_of(margin, amax_compute_algo)
     _write(scales, histories, amaxes, positions, fp8_max, recipe)
+
+
+@functools.cache
+def _recipe_of(margin: int, amax_compute_algo: str) -> DelayedScaling:
+    """What of a recipe an update needs; made once, since every step asks for it."""
+    algo = cast("AmaxComputeAlgo", amax_compute_algo)
+    return DelayedScaling(margin=margin, amax_compute_algo=algo)
 
 
 running_max = operator(

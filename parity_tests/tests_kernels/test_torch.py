@@ -17,7 +17,11 @@ from parity_tests.tests_kernels.helpers import (
 from parity_tests.tests_kernels.test_cast_transpose import recorded
 from torch_ref import _kernels, _quantize, _scaling
 from torch_ref._modules import mlp
-from torch_ref._modules.functional import activation, activation_backward
+from torch_ref._modules.functional import (
+    Normalize,
+    activation,
+    activation_backward,
+)
 
 ACTIVATIONS = ("gelu", "relu", "swiglu")
 TORCH = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -207,3 +211,74 @@ def test_a_cuda_graph_of_a_step_equals_the_step():
     for name, buffer in model.named_buffers():
         assert torch.equal(buffer, dict(plain_model.named_buffers())[name]), name
     assert model.fc1_input_scale != 1.0
+
+
+NORMS = [
+    pytest.param(shape, dtype, kind, id=f"{shape} {str(dtype)[6:]} {kind}")
+    for shape, dtype in (
+        ((512, 1000), torch.bfloat16),
+        ((33, 4096), torch.float32),
+        ((3, 16384), torch.float16),
+        ((700, 1), torch.bfloat16),
+    )
+    for kind in ("LayerNorm", "RMSNorm")
+]
+
+
+def norm_inputs(shape, dtype, kind):
+    """Rows of different sizes and means, gamma, beta and a gradient, on the card."""
+    generator = torch.Generator().manual_seed(0)
+    m, k = shape
+    draw = lambda *size: torch.randn(size, generator=generator)
+    x = (draw(m, k) * draw(m, 1).exp() + draw(m, 1)).to(dtype)
+    gamma, beta = (draw(k) + 1).to(dtype), draw(k).to(dtype)
+    inputs = x, gamma, beta if kind == "LayerNorm" else None
+    return [v if v is None else v.cuda() for v in (*inputs, draw(m, k))]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("shape", "dtype", "kind"), NORMS)
+def test_a_norm_and_its_gradient(shape, dtype, kind):
+    *inputs, g = norm_inputs(shape, dtype, kind)
+    assert _kernels.can_normalize(inputs[0])
+
+    def run():
+        given = [v if v is None else v.clone().requires_grad_() for v in inputs]
+        y = Normalize.apply(*given, 1e-5, kind)
+        y.backward(g)
+        return [y.detach(), *(v.grad for v in given if v is not None)]
+
+    wide = [v if v is None else v.double().requires_grad_() for v in inputs]
+    x, gamma, beta = wide
+    centred = x - x.mean(-1, keepdim=True) if kind == "LayerNorm" else x
+    exact = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + 1e-5)
+    exact = exact * gamma if beta is None else exact * gamma + beta
+    exact.backward(g.double())
+    y, dx, dgamma, *dbeta = found = run()
+    expected = exact.detach().float()
+    scale = torch.tensor(30.0, device="cuda")
+    codes = lambda v: bits(_quantize.quantize(v, scale, torch.float8_e4m3fn))
+    assert_close_codes(codes(y), codes(expected))
+    assert_close_amax(float(y.abs().max()), float(expected.abs().max()))
+    # Values of a row cancel in its mean.
+    torch.testing.assert_close(y, expected, rtol=1e-6, atol=1e-5)
+    # One rounding to the dtype of x, and float32 before it.
+    step = torch.finfo(dtype).eps
+    size = x.grad.abs().amax(-1, keepdim=True).clamp(1e-3)
+    assert ((dx - x.grad).abs() / size).max() < step + 1e-5
+    torch.testing.assert_close(dgamma.double(), gamma.grad, rtol=step, atol=1e-4)
+    if beta is not None:
+        torch.testing.assert_close(dbeta[0].double(), beta.grad, rtol=step, atol=1e-4)
+    for one, other in zip(found, run(), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
+def test_a_long_row_is_normalised_without_the_kernel(kind):
+    *inputs, _ = norm_inputs((2, 20000), torch.bfloat16, kind)
+    assert not _kernels.can_normalize(inputs[0])
+    on_card = Normalize.apply(*inputs, 1e-5, kind)
+    host = [v if v is None else v.cpu() for v in inputs]
+    on_host = Normalize.apply(*host, 1e-5, kind)
+    torch.testing.assert_close(on_card.cpu(), on_host, rtol=1e-5, atol=1e-5)

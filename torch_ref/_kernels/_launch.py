@@ -23,8 +23,11 @@ _GATED = "swiglu"
 # Rows, columns and warps of a program's tile, tuned on an H200 (docs/reports).
 _TILE = (64, 128, 4)
 _GRADIENT_TILE = (32, 128, 4)
-# One program updates one state, its history in registers.
+# One program updates one state, its history in registers, or normalises one row.
 _LONGEST_HISTORY = 16384
+_LONGEST_ROW = 16384
+# Programs that share the rows of a norm's gradient.
+_GRADIENT_PROGRAMS = 512
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
@@ -101,8 +104,99 @@ def next_states(
             length,
             MOST_RECENT=most_recent,
             BLOCK=1 << (length - 1).bit_length(),
+            enable_fp_fusion=False,
         )
     return new_scales, new_histories
+
+
+def can_normalize(x: Tensor) -> bool:
+    """Whether the kernels take `x [m, k]`: on CUDA, not empty, a row in registers."""
+    return _HAS_TRITON and x.is_cuda and 0 < x.shape[1] <= _LONGEST_ROW and len(x) > 0
+
+
+def normalize(
+    x: Tensor, gamma: Tensor, beta: Tensor | None, eps: float, *, centred: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The norm of `x [m, k]`, float32, and the mean and rstd `[m, 1]` of its rows.
+
+    Args:
+        x: Input.
+        gamma: `[k]`.
+        beta: `[k]` or None.
+        eps: Added to the variance.
+        centred: Whether the mean is subtracted; without, no mean is written.
+    """
+    from .norm import normalize_rows
+
+    x = x.contiguous()
+    m, k = x.shape
+    y = x.new_empty((m, k), dtype=torch.float32)
+    rstd = x.new_empty((m, 1), dtype=torch.float32)
+    mean = torch.empty_like(rstd) if centred else x.new_empty(0, dtype=torch.float32)
+    with _on(x.device):
+        normalize_rows[m,](  # pyright: ignore[reportIndexIssue]  a Triton program
+            x,
+            gamma.contiguous(),
+            gamma if beta is None else beta.contiguous(),
+            y,
+            mean,
+            rstd,
+            k,
+            float(k),
+            eps,
+            CENTRED=centred,
+            BETA=beta is not None,
+            **_row_options(k),
+        )
+    return y, mean, rstd
+
+
+def normalize_gradient(
+    grad: Tensor, x: Tensor, gamma: Tensor, mean: Tensor, rstd: Tensor, *, beta: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `normalize`: `dx [m, k]` in the dtype of `x`, float32 `[k]` twice.
+
+    Args:
+        grad: Gradient of the result, `[m, k]`.
+        x: As in `normalize`.
+        gamma: As in `normalize`.
+        mean: As returned; empty where the mean was not subtracted.
+        rstd: As returned.
+        beta: Whether the gradient of beta is wanted; empty otherwise.
+    """
+    from .norm import normalize_rows_gradient
+
+    grad, x = grad.contiguous(), x.contiguous()
+    m, k = x.shape
+    programs = min(m, _GRADIENT_PROGRAMS)
+    dx = torch.empty_like(x)
+    dgamma = x.new_empty((programs, k), dtype=torch.float32)
+    dbeta = torch.empty_like(dgamma) if beta else dgamma.new_empty((0, 0))
+    with _on(x.device):
+        normalize_rows_gradient[programs,](  # pyright: ignore[reportIndexIssue]
+            grad,
+            x,
+            gamma.contiguous(),
+            mean,
+            rstd,
+            dx,
+            dgamma,
+            dbeta,
+            m,
+            k,
+            float(k),
+            CENTRED=mean.numel() > 0,
+            BETA=beta,
+            **_row_options(k),
+        )
+    return dx, dgamma.sum(0), dbeta.sum(0)
+
+
+def _row_options(k: int) -> dict[str, Any]:
+    """How one program holds a row; every operation rounds by itself."""
+    block = 1 << (k - 1).bit_length()
+    warps = min(16, max(1, block // 512))
+    return {"BLOCK": block, "num_warps": warps, "enable_fp_fusion": False}
 
 
 def cast_transpose(x: Tensor, scale: Scalar, fp8_dtype: torch.dtype) -> FusedQuantized:
@@ -170,24 +264,22 @@ def _launch(
     from .tiles import quantize_tile
 
     rows, width = x.shape[0], columns * planes
-    new = lambda shape, dtype: torch.empty(shape, dtype=dtype, device=x.device)
-    q, q_t = new((rows, width), fp8_dtype), new((width, rows), fp8_dtype)
-    scale_inv, scale_copy = new((), torch.float32), new((), torch.float32)
-    amax = torch.zeros((), dtype=torch.float32, device=x.device)
+    q = x.new_empty((rows, width), dtype=fp8_dtype)
+    q_t = x.new_empty((width, rows), dtype=fp8_dtype)
+    # amax, 1 / scale and a copy of the scale: one allocation, for the host's sake.
+    scalars = x.new_zeros(3, dtype=torch.float32)
     tile_m, tile_n, warps = _TILE if h is None else _GRADIENT_TILE
     grid = -(-rows // tile_m), -(-columns // tile_n)
-    partial = new((grid[0], width), torch.float32) if sums else None
+    partial = x.new_empty((grid[0], width), dtype=torch.float32) if sums else None
     with _on(x.device):
         quantize_tile[grid](  # pyright: ignore[reportIndexIssue]  a Triton program
             x,
             x if h is None else h,
             scale,
-            q.view(torch.int8),
-            q_t.view(torch.int8),
-            amax.view(torch.int32),
-            scale_inv,
-            scale_copy,
-            scale_copy if partial is None else partial,
+            q,
+            q_t,
+            scalars,
+            scalars if partial is None else partial,
             rows,
             columns,
             OP=op,
@@ -198,8 +290,10 @@ def _launch(
             MASKED=rows % tile_m != 0 or columns % tile_n != 0,
             SUMS=sums,
             num_warps=warps,
+            enable_fp_fusion=True,
         )
     total = None if partial is None else partial.sum(0)
+    amax, scale_inv, scale_copy = scalars.unbind()
     return FusedQuantized(q, q_t, scale_inv, scale_copy, amax), total
 
 

@@ -159,17 +159,22 @@ def _value(
 
 @triton.jit
 def quantize_tile(
-    x_ptr, h_ptr, scale_ptr, codes_ptr, codes_t_ptr, amax_ptr, scale_inv_ptr,
-    scale_copy_ptr, sums_ptr, m, n, OP: tl.constexpr, E5M2: tl.constexpr,
+    x_ptr, h_ptr, scale_ptr, codes_ptr, codes_t_ptr, scalars_ptr, sums_ptr, m, n,
+    OP: tl.constexpr, E5M2: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, PLANES: tl.constexpr, MASKED: tl.constexpr,
     SUMS: tl.constexpr,
 ):  # fmt: skip
-    """One tile of ROWS x COLS; `n` counts the columns of one plane."""
+    """One tile of ROWS x COLS; `n` counts the columns of one plane.
+
+    Scalars are the amax, 0 at first, `1 / scale` and a copy of the scale.
+    """
+    codes_ptr = codes_ptr.to(tl.pointer_type(tl.int8))
+    codes_t_ptr = codes_t_ptr.to(tl.pointer_type(tl.int8))
     tile_m, tile_n = tl.program_id(0), tl.program_id(1)
     scale = tl.load(scale_ptr)
     if (tile_m == 0) & (tile_n == 0):
-        tl.store(scale_copy_ptr, scale)
-        tl.store(scale_inv_ptr, tl.math.div_rn(1.0, scale))
+        tl.store(scalars_ptr + 1, tl.math.div_rn(1.0, scale))
+        tl.store(scalars_ptr + 2, scale)
     quads = (tile_m * (ROWS // 4) + tl.arange(0, ROWS // 4)).to(tl.int64)[:, None] * 4
     cols = (tile_n * COLS + tl.arange(0, COLS)).to(tl.int64)[None, :]
     mask = (quads < m) & (cols < n)
@@ -202,4 +207,5 @@ def quantize_tile(
         at_t = (cols_t + PLANE * n) * m + rows_t
         _store(codes_t_ptr, at_t, bytes_t, mask_t, MASKED)
     # Magnitudes are not negative: their bits order like the numbers.
+    amax_ptr = scalars_ptr.to(tl.pointer_type(tl.int32))
     tl.atomic_max(amax_ptr, largest.to(tl.int32, bitcast=True), sem="relaxed")

@@ -70,13 +70,14 @@ class Fp8Module(nn.Module):
         # Without `nn.Module.__getattr__`: a step asks for every state several times.
         buffers: dict[str, Any] = self._buffers
         state = ScalingState(buffers[f"{role}_scale"], buffers[f"{role}_amax_history"])
-        for name, buffer in zip(state._fields, state, strict=True):
-            if buffer.dtype != torch.float32:
-                raise TypeError(
-                    f"`{role}_{name}` of {self!r} is {buffer.dtype}; scaling state is "
-                    "always float32. With FSDP1 leave "
-                    "`MixedPrecision(buffer_dtype=None)`; otherwise do not cast buffers"
-                )
+        if not state.scale.dtype == state.amax_history.dtype == torch.float32:
+            dtypes = {name: getattr(state, name).dtype for name in state._fields}
+            wrong = next(name for name, d in dtypes.items() if d != torch.float32)
+            raise TypeError(
+                f"`{role}_{wrong}` of {self!r} is {dtypes[wrong]}; scaling state is "
+                "always float32. With FSDP1 leave "
+                "`MixedPrecision(buffer_dtype=None)`; otherwise do not cast buffers"
+            )
         return state
 
     def scaling_states(self) -> dict[str, ScalingState]:
@@ -95,11 +96,12 @@ class Fp8Module(nn.Module):
 
     def resize_histories(self, amax_history_len: int) -> None:
         """Gives all histories another length, keeping the newest entries."""
-        for role in self._roles():
-            history = self.scaling_state(role).amax_history
+        # A step asks this of every module, and nearly always nothing is to be done.
+        for name, history in self._buffers.items():
+            if not name.endswith("_amax_history") or history is None:
+                continue
             if history.shape[0] != amax_history_len:
-                resized = resize_history(history, amax_history_len)
-                self._buffers[f"{role}_amax_history"] = resized
+                self._buffers[name] = resize_history(history, amax_history_len)
 
     def _roles(self) -> list[str]:
         return [

@@ -13,6 +13,8 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from torch_ref import _kernels
+from torch_ref._operators import operator
 from torch_ref._typing import Tensor
 
 _aten = torch.ops.aten
@@ -30,16 +32,10 @@ class Normalize(torch.autograd.Function):
         ctx: Any, x: Tensor, gamma: Tensor, beta: Tensor | None, eps: float, kind: str
     ) -> Tensor:
         """Returns float32 `[m, k]`."""
-        centred = kind == "LayerNorm"
-        wide = x.float()
-        mean = wide.mean(-1, keepdim=True) if centred else None
-        if mean is not None:
-            wide = wide - mean
-        rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        y, mean, rstd = _normalize(x, gamma, beta, eps, kind == "LayerNorm")
         ctx.save_for_backward(x, gamma, mean, rstd)
         ctx.beta_dtype = None if beta is None else beta.dtype
-        y = wide * rstd * gamma.float()
-        return y if beta is None else y + beta.float()
+        return y
 
     @staticmethod
     @once_differentiable
@@ -48,16 +44,74 @@ class Normalize(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         """Gradients of x, gamma and beta, each rounded once."""
         x, gamma, mean, rstd = ctx.saved_tensors
-        wide = x.float() if mean is None else x.float() - mean
-        normed = wide * rstd
-        grad = grad.float()
-        inner = grad * gamma.float()
-        dx = inner - normed * (inner * normed).mean(-1, keepdim=True)
-        if mean is not None:
-            dx = dx - inner.mean(-1, keepdim=True)
-        dgamma = (grad * normed).sum(0).to(gamma.dtype)
-        dbeta = None if ctx.beta_dtype is None else grad.sum(0).to(ctx.beta_dtype)
-        return (dx * rstd).to(x.dtype), dgamma, dbeta, None, None
+        has_beta = ctx.beta_dtype is not None
+        dx, dgamma, dbeta = _normalize_gradient(grad, x, gamma, mean, rstd, has_beta)
+        dbeta = dbeta.to(ctx.beta_dtype) if has_beta else None
+        return dx, dgamma.to(gamma.dtype), dbeta, None, None
+
+
+def _norm(
+    x: Tensor, gamma: Tensor, beta: Tensor | None, eps: float, centred: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The norm of `x[m, k]`, and the mean (empty for RMSNorm) and rstd of its rows."""
+    if _kernels.can_normalize(x):
+        return _kernels.normalize(x, gamma, beta, eps, centred=centred)
+    wide = x.float()
+    mean = wide.mean(-1, keepdim=True) if centred else wide.new_empty(0)
+    if centred:
+        wide = wide - mean
+    rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    y = wide * rstd * gamma.float()
+    return y if beta is None else y + beta.float(), mean, rstd
+
+
+def _norm_gradient(
+    grad: Tensor, x: Tensor, gamma: Tensor, mean: Tensor, rstd: Tensor, beta: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of x, in its dtype, of gamma and beta, float32."""
+    if _kernels.can_normalize(x):
+        return _kernels.normalize_gradient(grad, x, gamma, mean, rstd, beta=beta)
+    centred = mean.numel() > 0
+    normed = (x.float() - mean if centred else x.float()) * rstd
+    grad = grad.float()
+    inner = grad * gamma.float()
+    dx = inner - normed * (inner * normed).mean(-1, keepdim=True)
+    if centred:
+        dx = dx - inner.mean(-1, keepdim=True)
+    dbeta = grad.sum(0) if beta else grad.new_empty(0)
+    return (dx * rstd).to(x.dtype), (grad * normed).sum(0), dbeta
+
+
+def _fake_norm(
+    x: Tensor, gamma: Tensor, beta: Tensor | None, eps: float, centred: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    del gamma, beta, eps
+    new = lambda *shape: x.new_empty(shape, dtype=torch.float32)
+    return new(*x.shape), new(len(x), 1) if centred else new(0), new(len(x), 1)
+
+
+def _fake_norm_gradient(
+    grad: Tensor, x: Tensor, gamma: Tensor, mean: Tensor, rstd: Tensor, beta: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    del grad, gamma, mean
+    new = lambda size: rstd.new_empty(size)
+    return torch.empty_like(x), new(x.shape[1]), new(x.shape[1] if beta else 0)
+
+
+_normalize = operator(
+    "normalize",
+    "(Tensor x, Tensor gamma, Tensor? beta, float eps, bool centred) "
+    "-> (Tensor, Tensor, Tensor)",
+    _norm,
+    _fake_norm,
+)
+_normalize_gradient = operator(
+    "normalize_gradient",
+    "(Tensor grad, Tensor x, Tensor gamma, Tensor mean, Tensor rstd, bool beta) "
+    "-> (Tensor, Tensor, Tensor)",
+    _norm_gradient,
+    _fake_norm_gradient,
+)
 
 
 class Activate(torch.autograd.Function):
