@@ -266,8 +266,9 @@ def _launch(
     rows, width = x.shape[0], columns * planes
     q = x.new_empty((rows, width), dtype=fp8_dtype)
     q_t = x.new_empty((width, rows), dtype=fp8_dtype)
-    # amax, 1 / scale and a copy of the scale: one allocation, for the host's sake.
-    scalars = x.new_zeros(3, dtype=torch.float32)
+    # amax, 1 / scale and a copy of the scale: one allocation, for the host's sake, 16
+    # bytes apart, since cuBLASLt takes no scale at another address.
+    scalars = x.new_zeros((3, 4), dtype=torch.float32)
     tile_m, tile_n, warps = _TILE if h is None else _GRADIENT_TILE
     grid = -(-rows // tile_m), -(-columns // tile_n)
     partial = x.new_empty((grid[0], width), dtype=torch.float32) if sums else None
@@ -293,7 +294,7 @@ def _launch(
             enable_fp_fusion=True,
         )
     total = None if partial is None else partial.sum(0)
-    amax, scale_inv, scale_copy = scalars.unbind()
+    amax, scale_inv, scale_copy = scalars[:, 0].unbind()
     return FusedQuantized(q, q_t, scale_inv, scale_copy, amax), total
 
 

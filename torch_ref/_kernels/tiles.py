@@ -166,15 +166,15 @@ def quantize_tile(
 ):  # fmt: skip
     """One tile of ROWS x COLS; `n` counts the columns of one plane.
 
-    Scalars are the amax, 0 at first, `1 / scale` and a copy of the scale.
+    Scalars are the amax, 0 at first, `1 / scale` and a copy of the scale, four apart.
     """
     codes_ptr = codes_ptr.to(tl.pointer_type(tl.int8))
     codes_t_ptr = codes_t_ptr.to(tl.pointer_type(tl.int8))
     tile_m, tile_n = tl.program_id(0), tl.program_id(1)
     scale = tl.load(scale_ptr)
     if (tile_m == 0) & (tile_n == 0):
-        tl.store(scalars_ptr + 1, tl.math.div_rn(1.0, scale))
-        tl.store(scalars_ptr + 2, scale)
+        tl.store(scalars_ptr + 4, tl.math.div_rn(1.0, scale))
+        tl.store(scalars_ptr + 8, scale)
     quads = (tile_m * (ROWS // 4) + tl.arange(0, ROWS // 4)).to(tl.int64)[:, None] * 4
     cols = (tile_n * COLS + tl.arange(0, COLS)).to(tl.int64)[None, :]
     mask = (quads < m) & (cols < n)
