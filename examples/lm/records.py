@@ -91,6 +91,14 @@ class Run:
         self.metrics.write_text("".join(keep))
 
 
+def shares_of(report: Any) -> dict[str, dict[str, float]]:
+    """Saturated and underflowed shares by tensor, of either package's report."""
+    return {
+        row.tensor: {"saturated": row.saturated, "underflowed": row.underflowed}
+        for row in report.tensors
+    }
+
+
 def _check_same(found: dict, wanted: dict, path: Path) -> None:
     different = sorted(k for k in found | wanted if found.get(k) != wanted.get(k))
     if different:

@@ -18,9 +18,10 @@ import jax_fp8 as fp8
 from .config import Mode, Policy, RunConfig
 from .model_jax import GPT, cross_entropy
 from .pipeline_jax import Pipeline
-from .shares_jax import tensor_shares
+from .records import shares_of
 from .weights import initial_weights
 
+OPERANDS = "fp8_operands"
 # Recomputed code between FP8 layers has the bits of the forward only without it.
 COMPILER_OPTIONS = {"xla_allow_excess_precision": False}
 jit = functools.partial(jax.jit, compiler_options=COMPILER_OPTIONS)
@@ -64,7 +65,7 @@ class JaxTrainer:
         self._apply = jit(self._apply_gradients, donate_argnums=0)
         self._step = jit(self.program, donate_argnums=0)
         self._evaluate = jit(self._loss)
-        self._shares = jit(functools.partial(tensor_shares, self.model, self.recipe))
+        self._capture = jit(self._captured)
         self.compiled = None
 
     def step(self, tokens: np.ndarray, lr: float) -> jax.Array:
@@ -102,8 +103,10 @@ class JaxTrainer:
         """Saturated and underflowed shares on one batch."""
         if self.recipe is None:
             return {}
-        shares = self._shares(self.state["variables"], tokens)
-        return jax.tree.map(float, jax.device_get(shares))
+        variables = self.state["variables"]
+        captured = {**variables, OPERANDS: self._capture(variables, tokens)}
+        report = fp8.scaling_report(captured, recipe=self.recipe)
+        return shares_of(report)
 
     def digests(self) -> dict[str, str]:
         """One hash per part of the state."""
@@ -157,6 +160,18 @@ class JaxTrainer:
             variables, tokens[:, :-1], mutable=list(fp8.COLLECTIONS)
         )
         return cross_entropy(logits, tokens[:, 1:]), updates
+
+    def _captured(self, variables: dict, tokens: jax.Array) -> dict:
+        """What the FP8 layers quantise in a step without recompute."""
+        model = self.model.clone(remat=None)
+
+        def loss(variables: dict):
+            logits, updates = model.apply(
+                variables, tokens[:, :-1], mutable=[*fp8.COLLECTIONS, OPERANDS]
+            )
+            return cross_entropy(logits, tokens[:, 1:]), updates
+
+        return fp8.value_and_grad(loss)(variables)[2][OPERANDS]
 
     def program(
         self, state: dict, tokens: jax.Array, lr: jax.Array

@@ -20,7 +20,7 @@ import torch_ref as te
 
 from .config import Mode, RunConfig
 from .model_torch import GPT, Fp8Config, cross_entropy
-from .shares_torch import TensorShares
+from .records import shares_of
 from .weights import initial_weights, to_torch_names
 
 # The tensors of a layer under the names that both frameworks report.
@@ -82,7 +82,7 @@ class TorchTrainer:
     def scaling(self) -> dict[str, tuple[float, np.ndarray]]:
         """Scale and history of `block_0/qkv/input` and the others."""
         return {
-            f"{name.replace('.', '/')}/{_ROLES[role]}": (
+            reported_name(f"{name}.{role}"): (
                 float(state.scale),
                 state.amax_history.cpu().numpy(),
             )
@@ -95,8 +95,18 @@ class TorchTrainer:
         """Saturated and underflowed shares on one batch; restores all state."""
         if self.recipe is None:
             return {}
-        shares = TensorShares(self.model, self.recipe)
-        return shares.measure(lambda: self._loss(tokens))
+        before = {name: b.clone() for name, b in self.model.named_buffers()}
+        with te.capture_operands(self.model) as operands:
+            self._loss(tokens).backward()
+        self.model.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for name, b in self.model.named_buffers():
+                b.copy_(before[name])
+        report = te.scaling_report(self.model, recipe=self.recipe, operands=operands)
+        return {
+            reported_name(tensor): shares
+            for tensor, shares in shares_of(report).items()
+        }
 
     def digests(self) -> dict[str, str]:
         """One hash per part of the state."""
@@ -139,6 +149,12 @@ class TorchTrainer:
     def _loss(self, tokens: np.ndarray) -> torch.Tensor:
         batch = torch.from_numpy(tokens).long().to(self.device)
         return cross_entropy(self.model(batch[:, :-1]), batch[:, 1:])
+
+
+def reported_name(name: str) -> str:
+    """`block_0/qkv/kernel` of `block_0.qkv.weight`: the name in both frameworks."""
+    layer, _, role = name.rpartition(".")
+    return f"{layer.replace('.', '/')}/{_ROLES[role]}"
 
 
 def load_weights(model: GPT, params: dict[str, Any]) -> None:
