@@ -16,6 +16,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_fp8 as fp8
+from parity_tests.tests_jax import helpers
+from parity_tests.tests_jax.helpers import assert_moved, normal
 
 pytestmark = pytest.mark.gpu
 RECIPE = fp8.DelayedScaling(amax_history_len=4)
@@ -68,13 +70,7 @@ class Looped(nn.Module):
         return fp8.scan(self.body, length=2)(name="layers")(x)[0]
 
 
-def normal(key, *shape):
-    return jax.random.normal(jax.random.key(key), shape, BF16)
-
-
-def init(model, *args):
-    with fp8.autocast(recipe=RECIPE):
-        return jax.jit(model.init)(jax.random.key(0), *args)
+init = functools.partial(helpers.init, recipe=RECIPE)
 
 
 def training_step(apply):
@@ -101,8 +97,9 @@ def applied(model):
 def counted(step, *args):
     """The GEMMs of FP8 layers in the compiled step, which also runs."""
     compiled = jax.jit(step).lower(*args).compile()
-    for leaf in jax.tree.leaves(compiled(*args)):
-        assert jnp.isfinite(leaf).all()
+    out = compiled(*args)
+    assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(out))
+    assert_moved(out[-1]["fp8_scaling"])
     return fp8.assert_fp8_used(compiled)
 
 
