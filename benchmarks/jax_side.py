@@ -103,12 +103,8 @@ class JaxSide(Side):
             steps["gemms"] = functools.partial(gemms.step, *gemms.args)
             copy = _copy_program()
             steps["copy"] = functools.partial(copy.step, *copy.args)
-        times, sustained = self.times(steps, jax.block_until_ready)
-        offset = len(self.result.points) - len(cases)
-        for index in range(len(cases)):
-            if index in times:
-                self.result.points[offset + index].median_us = times[index]
-                self.result.points[offset + index].sustained_us = sustained.get(index)
+        points = self.result.points[len(self.result.points) - len(cases) :]
+        times, sustained = self.time(points, steps, jax.block_until_ready)
         if "gemms" in times:
             per_byte = times["copy"] / (2 * copy.args[0].nbytes)
             self.result.floors[size.name] = {

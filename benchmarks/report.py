@@ -90,7 +90,7 @@ def markdown(report: dict[str, Any]) -> str:
             lines += [
                 f"Six GEMMs alone {floor['gemms_us']:.0f} us, the bytes of the casts "
                 f"{floor['bytes_us']:.0f} us at {floor['copy_bytes_per_us'] / 1e6:.2f} "
-                "TB/s." + _floor_over_bf16(floor, rows),
+                "TB/s." + _floor_over_bf16(floor, _baseline_row(framework, rows)),
                 "",
             ]
         lines += [
@@ -110,25 +110,27 @@ def markdown(report: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _floor_over_bf16(floor: dict[str, float], rows: list[dict[str, Any]]) -> str:
-    """What the GEMMs alone, and the roofline, would be over BF16."""
-    is_base = lambda row: row["over_bf16"] == 1 and row["policy"] == "none"
-    base = next(filter(is_base, rows), None)
-    if base is None:
+def _baseline_row(framework: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The row of the BF16 run without remat; empty where there is none."""
+    is_base = lambda r: (r["peer"], r["policy"]) == (BASELINES[framework], "none")
+    return next(filter(is_base, rows), {})
+
+
+def _floor_over_bf16(floor: dict[str, float], base: dict[str, Any]) -> str:
+    """What the GEMMs alone, and the roofline, would be over the BF16 row."""
+
+    def said(bf16: str, gemms: str) -> list[str]:
+        if not base.get(bf16) or not floor.get(gemms):
+            return []
+        both = floor[gemms] + floor["bytes_us"]
+        return [f"{base[bf16] / floor[gemms]:.2f}x", f"{base[bf16] / both:.2f}x"]
+
+    short = said("median_us", "gemms_us")
+    if not short:
         return ""
-    both = floor["gemms_us"] + floor["bytes_us"]
-    said = (
-        f" Over BF16 the GEMMs alone are {base['median_us'] / floor['gemms_us']:.2f}x "
-        f"and the roofline {base['median_us'] / both:.2f}x"
-    )
-    steady = floor.get("gemms_sustained_us")
-    if not steady or not base["sustained_us"]:
-        return f"{said}."
-    both = steady + floor["bytes_us"]
-    return (
-        f"{said}; sustained {base['sustained_us'] / steady:.2f}x and "
-        f"{base['sustained_us'] / both:.2f}x."
-    )
+    text = " Over BF16 the GEMMs alone are {} and the roofline {}".format(*short)
+    sustained = said("sustained_us", "gemms_sustained_us")
+    return text + ("; sustained {} and {}.".format(*sustained) if sustained else ".")
 
 
 def _row(row: dict[str, Any]) -> str:

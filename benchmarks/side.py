@@ -8,7 +8,7 @@ import pathlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from .plan import Result
+from .plan import Measured, Result
 from .timing import Effort, medians
 
 # Peer, policy, and what builds the program.
@@ -46,14 +46,23 @@ class Side:
         """Builds all programs of one size, then times them in turns."""
         raise NotImplementedError
 
-    def times(
-        self, steps: dict[Any, Callable[[], Any]], wait: Callable[[Any], None]
+    def time(
+        self,
+        points: list[Measured],
+        steps: dict[Any, Callable[[], Any]],
+        wait: Callable[[Any], None],
     ) -> tuple[dict[Any, float], dict[Any, float]]:
-        """Medians in short turns with rests, and without rests (full runs alone)."""
-        short = medians(steps, wait, self.effort)
-        if self.quick or self.cpu:
-            return short, {}
-        return short, medians(steps, wait, Effort.sustained())
+        """Medians in short turns with rests, and without rests (full runs alone).
+
+        Those of step `i` are noted in `points[i]`.
+        """
+        short, sustained = medians(steps, wait, self.effort), {}
+        if not (self.quick or self.cpu):
+            sustained = medians(steps, wait, Effort.sustained())
+        for index, point in enumerate(points):
+            point.median_us = short.get(index)
+            point.sustained_us = sustained.get(index)
+        return short, sustained
 
     def sizes(self, program: str, sizes: Any) -> None:
         """Measures every peer at each size that was asked for, and saves after it."""

@@ -94,10 +94,7 @@ class TorchSide(Side):
                 point.note = f"not importable here: {error.name}"
             except Exception as error:
                 point.note = f"{type(error).__name__}: {error}"[:200]
-        times, sustained = self.times(steps, self._wait)
-        for index in steps:
-            points[index].median_us = times[index]
-            points[index].sustained_us = sustained.get(index)
+        self.time(points, steps, self._wait)
         self.result.points += points
         del steps
         if not self.cpu:

@@ -44,5 +44,9 @@ def test_the_report_says_what_the_floors_would_be_over_bf16():
     assert "GEMMs alone are 2.50x and the roofline 2.00x" in text
     assert "sustained 2.40x and 2.00x." in text
     assert "| 5 | 2.00 | 1.50 |" in text
+    points[0].median_us = points[0].sustained_us = None
+    failed = report.markdown(report.as_dict([result], "command"))
+    assert "TB/s.\n" in failed, "a BF16 run that failed leaves the report readable"
+    points[0].median_us = 10.0
     del result.floors["a"]["gemms_sustained_us"]
     assert "roofline 2.00x.\n" in report.markdown(report.as_dict([result], "command"))
