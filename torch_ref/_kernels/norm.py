@@ -14,10 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def _load(ptr, at, mask):
-    return tl.load(ptr + at, mask=mask, other=0.0).to(tl.float32)
+from .tiles import _load
 
 
 @triton.jit
@@ -30,7 +27,7 @@ def normalize_rows(
     at = tl.arange(0, BLOCK)
     mask = at < k
     in_row = row * (tl.zeros((), tl.int64) + k) + at
-    x = _load(x_ptr, in_row, mask)
+    x = _load(x_ptr, in_row, mask, True)
     if CENTRED:
         mean = tl.math.div_rn(tl.sum(x, axis=0), count)
         x = tl.where(mask, x - mean, 0.0)
@@ -38,9 +35,9 @@ def normalize_rows(
     variance = tl.math.div_rn(tl.sum(x * x, axis=0), count)
     rstd = tl.math.div_rn(1.0, tl.math.sqrt_rn(variance + eps))
     tl.store(rstd_ptr + row, rstd)
-    y = x * rstd * _load(gamma_ptr, at, mask)
+    y = x * rstd * _load(gamma_ptr, at, mask, True)
     if BETA:
-        y += _load(beta_ptr, at, mask)
+        y += _load(beta_ptr, at, mask, True)
     tl.store(y_ptr + in_row, y, mask=mask)
 
 
@@ -54,13 +51,13 @@ def normalize_rows_gradient(
     at = tl.arange(0, BLOCK)
     mask = at < k
     wide_k = tl.zeros((), tl.int64) + k
-    gamma = _load(gamma_ptr, at, mask)
+    gamma = _load(gamma_ptr, at, mask, True)
     dgamma = tl.zeros((BLOCK,), tl.float32)
     dbeta = tl.zeros((BLOCK,), tl.float32)
     for row in range(first, m, tl.num_programs(0)):
         in_row = row * wide_k + at
-        grad = _load(grad_ptr, in_row, mask)
-        normed = _load(x_ptr, in_row, mask)
+        grad = _load(grad_ptr, in_row, mask, True)
+        normed = _load(x_ptr, in_row, mask, True)
         rstd = tl.load(rstd_ptr + row)
         if CENTRED:
             normed = tl.where(mask, normed - tl.load(mean_ptr + row), 0.0)
