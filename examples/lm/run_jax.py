@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -155,23 +156,26 @@ class JaxTrainer:
         logits = self.model.apply(variables, tokens[:, :-1])
         return cross_entropy(logits, tokens[:, 1:])
 
-    def _loss_and_updates(self, variables: dict, tokens: jax.Array):
-        logits, updates = self.model.apply(
-            variables, tokens[:, :-1], mutable=list(fp8.COLLECTIONS)
-        )
+    def _loss_and_updates(
+        self,
+        variables: dict,
+        tokens: jax.Array,
+        model: GPT | None = None,
+        mutable: Sequence[str] = fp8.COLLECTIONS,
+    ):
+        model = self.model if model is None else model
+        logits, updates = model.apply(variables, tokens[:, :-1], mutable=list(mutable))
         return cross_entropy(logits, tokens[:, 1:]), updates
 
     def _captured(self, variables: dict, tokens: jax.Array) -> dict:
         """What the FP8 layers quantise in a step without recompute."""
-        model = self.model.clone(remat=None)
-
-        def loss(variables: dict):
-            logits, updates = model.apply(
-                variables, tokens[:, :-1], mutable=[*fp8.COLLECTIONS, OPERANDS]
-            )
-            return cross_entropy(logits, tokens[:, 1:]), updates
-
-        return fp8.value_and_grad(loss)(variables)[2][OPERANDS]
+        loss = functools.partial(
+            self._loss_and_updates,
+            model=self.model.clone(remat=None),
+            mutable=(*fp8.COLLECTIONS, OPERANDS),
+        )
+        _, _, updates = fp8.value_and_grad(loss)(variables, tokens)
+        return updates[OPERANDS]
 
     def program(
         self, state: dict, tokens: jax.Array, lr: jax.Array
